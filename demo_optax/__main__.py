@@ -21,8 +21,10 @@ import json
 import pathlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -54,11 +56,31 @@ MODELS: dict[str, Any] = {
 
 def main(argv: list[str] | None = None) -> None:
   """Prints the `demo_optax.plan` of a model, and seconds over a link."""
+  parser = _parser()
+  args = parser.parse_args(argv)
+  try:
+    params = _params(args.model)
+    plans = _plans(params, args)
+  except Exception as error:  # also what the user's function raises
+    words = ' '.join(str(error).split()) or type(error).__name__
+    parser.error(f'argument model: {words}')
+  if args.matrices:
+    print(f'{describe_matrices(params)}\n')
+  print(plans[0].table())
+  for each in plans:
+    print(f'\n{each.totals()}')
+  if args.link:
+    for each in plans:
+      print(f'\n{_over_link(each, args.link, args.latency, args.step)}')
+
+
+def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog='python -m demo_optax',
     description=__doc__,
     usage=argparse.SUPPRESS,  # an error is one line
     formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
   )
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
@@ -76,15 +98,15 @@ def main(argv: list[str] | None = None) -> None:
   )
   add(
     '--topk',
-    type=_number(2**24),
+    type=_integer(2**24),
     default=32,
     help='coefficients per chunk; default: 32',
   )
-  add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
+  add('--chunk', type=_integer(4096), default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
   add(
     '--workers',
-    type=_number(2**24),
+    type=_integer(2**24),
     nargs='+',
     default=[8],
     help='numbers of workers; default: 8',
@@ -102,105 +124,112 @@ def main(argv: list[str] | None = None) -> None:
   )
   add(
     '--link',
-    type=_number(unit='bit/s', example='100Mbit/s'),
+    type=_amount('bit/s', '100Mbit/s'),
     metavar='RATE',
     help='of a worker, such as 100Mbit/s: prints seconds',
   )
   add(
     '--latency',
-    type=_number(unit='s', example='20ms'),
+    type=_amount('s', '20ms'),
     default=0.0,
     metavar='TIME',
     help='of the link, one way, such as 20ms',
   )
   add(
     '--step',
-    type=_number(unit='s', example='0.4s'),
+    type=_amount('s', '0.4s'),
     default=0.0,
     metavar='TIME',
     help='of a step without communication, such as 0.4s',
   )
-  args = parser.parse_args(argv)
-  try:
-    params = _params(args.model)
-    compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
-    written = 'ternary'
-    if args.optimizer == 'demo_muon':
-      compressor, written = muon_compressors(params), 'int4'
-    plans = [
+  return parser
+
+
+def _integer(most: int) -> Callable[[str], int]:
+  """Returns a function that reads an integer from 1 to `most`."""
+
+  def read(text: str) -> int:
+    if re.fullmatch(r'\d{1,9}', text) and 1 <= int(text) <= most:
+      return int(text)
+    raise argparse.ArgumentTypeError(
+      f'must be an integer from 1 to {most:,}, got {text[:20]!r}'
+    )
+
+  return read
+
+
+def _amount(unit: str, example: str) -> Callable[[str], float]:
+  """Returns a function that reads an amount in a unit, as `example`."""
+
+  def read(text: str) -> float:
+    found = re.fullmatch(rf'(\d+(?:\.\d+)?)([umkMG]?){unit}', text)
+    if found:
+      value = float(found[1]) * _PREFIXES[found[2]]
+      if 0 < value < 1e30:
+        return value
+    raise argparse.ArgumentTypeError(
+      f'must be a number above 0 in a unit, such as {example}, got'
+      f' {text[:20]!r}'
+    )
+
+  return read
+
+
+def _plans(params: chex.ArrayTree, args: argparse.Namespace) -> list[Plan]:
+  """Returns the plan for each number of workers."""
+  compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+  update_values = 'ternary'
+  if args.optimizer == 'demo_muon':
+    compressor, update_values = muon_compressors(params), 'int4'
+  plans = []
+  for workers in args.workers:
+    plans.append(
       plan(
         params,
         compressor,
-        n,
+        workers,
         exchange=args.exchange,
-        update_values=args.update_values or written,
+        update_values=args.update_values or update_values,
       )
-      for n in args.workers
-    ]
-  except Exception as error:  # also what the user's function raises
-    words = ' '.join(str(error).split()) or type(error).__name__
-    parser.error(f'argument model: {words}')
-  if args.matrices:
-    print(f'{describe_matrices(params)}\n')
-  print('\n\n'.join([plans[0].table(), *(each.totals() for each in plans)]))
-  for each in plans if args.link else []:
-    print(f'\n{_over_link(each, args.link, args.latency, args.step)}')
+    )
+  return plans
 
 
 def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
-  """Seconds of communication and of a step, and what to do."""
-  turns = plan.num_workers - 1
-  own = turns + (plan.update_bytes > 0)  # messages to owners go together
-  seconds = {'this exchange': 8 * plan.received_bytes / rate + own * latency}
-  for name, size in (('bfloat16', 2), ('float32', 4)):
-    seconds[f'all-reduce {name}'] = (
-      8 * plan.dense_bytes(size) / rate + 2 * turns * latency
+  """Returns seconds of communication and of a step, and what to do."""
+  ring = plan.num_workers - 1  # turns of an all-gather
+  turns = ring + (plan.update_bytes > 0)  # messages to owners go together
+  ours = 8 * plan.received_bytes / rate + turns * latency
+  narrow = 8 * plan.dense_bytes(2) / rate + 2 * ring * latency
+  wide = 8 * plan.dense_bytes(4) / rate + 2 * ring * latency
+  lines = [f'{plan.num_workers} workers, seconds per step (modelled):']
+  for name, seconds in (
+    ('this exchange', ours),
+    ('all-reduce bfloat16', narrow),
+    ('all-reduce float32', wide),
+  ):
+    lines.append(
+      f'  {name:<20} {seconds:>9.3g} of communication, {step + seconds:>9.3g}'
+      ' in all'
     )
-  lines = [
-    f'{plan.num_workers} workers, seconds per step (modelled):',
-    *(
-      f'  {name:<20} {x:>9.3g} of communication, {step + x:>9.3g} in all'
-      for name, x in seconds.items()
-    ),
-  ]
-  ours, dense, _ = seconds.values()
-  saved, whole = dense - ours, step + dense
+  saved, whole = narrow - ours, step + narrow
   if saved >= 0.1 * whole:
-    verdict = (
+    lines.append(
       f'The exchange saves {saved:.3g} s of the {whole:.3g} s of a'
       f' step with an all-reduce in bfloat16 ({saved / whole:.0%}).'
     )
-  elif dense < 0.1 * whole:
-    verdict = 'The link does not limit this step: all-reduce in bfloat16.'
+  elif narrow < 0.1 * whole:
+    lines.append('The link does not limit this step: all-reduce in bfloat16.')
   else:
-    verdict = (
+    lines.append(
       'The exchange saves less than a tenth of this step: lower'
       ' --topk, or all-reduce in bfloat16.'
     )
-  return '\n'.join([*lines, verdict])
+  return '\n'.join(lines)
 
 
-def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
-  """Reads an integer, or an amount such as `example` in a unit."""
-  pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
-  wanted = (
-    f'a number above 0 in a unit, such as {example}'
-    if unit
-    else (f'an integer from 1 to {most:,}')
-  )
-
-  def number(text: str) -> float:
-    found = re.fullmatch(pattern, text)
-    value = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
-    if not 0 < value <= most:
-      raise argparse.ArgumentTypeError(f'must be {wanted}, got {text[:20]!r}')
-    return value if unit else int(value)
-
-  return number
-
-
-def _params(model: str) -> Any:
-  """Shapes of the parameters of a model."""
+def _params(model: str) -> chex.ArrayTree:
+  """Returns the shapes of the parameters of a model."""
   module, colon, name = model.partition(':')
   if model in MODELS:
     return _arrays(MODELS[model])
@@ -228,18 +257,18 @@ def _params(model: str) -> Any:
   return jax.eval_shape(zeros)
 
 
-def _arrays(shapes: Any, path: str = '') -> Any:
-  """Nested shapes `[rows, ...]` as float32 arrays."""
+def _arrays(shapes: object, path: str = '') -> chex.ArrayTree:
+  """Returns nested shapes `[rows, ...]` as float32 arrays."""
   if isinstance(shapes, dict):
-    return {k: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
-  if not isinstance(shapes, list) or not all(
+    return {name: _arrays(x, f'{path}/{name}') for name, x in shapes.items()}
+  if isinstance(shapes, list) and all(
     type(length) is int and length >= 0 for length in shapes
   ):
-    raise ValueError(
-      f'{path!r} must be a list of lengths, or an object of them by name, got'
-      f' {json.dumps(shapes)[:100]}. Write lengths such as [1024, 4096].'
-    )
-  return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
+    return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
+  raise ValueError(
+    f'{path!r} must be a list of lengths, or an object of them by name, got'
+    f' {json.dumps(shapes)[:100]}. Write lengths such as [1024, 4096].'
+  )
 
 
 if __name__ == '__main__':

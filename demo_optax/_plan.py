@@ -9,7 +9,7 @@ import chex
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import CompressorTree, LeafChunks
+from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.transformation import resolve_update_values
@@ -20,58 +20,78 @@ from demo_optax.workers.param_specs import REPLICATED
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-  """The bytes of one leaf in an exchange, of all its shards."""
+  """The bytes that one leaf takes in an exchange, with all its shards.
 
-  name: str
-  shape: tuple[int, ...]
-  blocks: tuple[int, ...]  # shards inside a worker, along each dimension
-  num_chunks: int
-  sent_bytes: int  # in a worker's payload, or in the all-reduce
-  index_bits: float  # per index, a fraction; 0 without indices
-  as_unsharded: bool  # in the chunks of an unsharded worker
-  small_blocks: bool  # a side shorter than that worker's chunk
-  cells: tuple[str, ...]  # of the table, about its chunks
+  Attributes:
+    leaf: its chunks and sharding.
+    unsharded: the same leaf in a worker with one device.
+  """
+
+  leaf: Leaf
+  unsharded: Leaf
 
   @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
+  def name(self) -> str:
+    """Its path."""
+    return self.leaf.name
+
+  @property
+  def blocks(self) -> tuple[int, ...]:
+    """Shards inside a worker, along each dimension."""
+    return self.leaf.sharding.blocks
+
+  @property
+  def num_chunks(self) -> int:
+    """Number of chunks; 1 if its gradient is averaged uncompressed."""
+    if self.leaf.chunks is None:
+      return 1
+    return math.prod(self.blocks) * self.leaf.grid.num_chunks
+
+  @property
+  def sent_bytes(self) -> int:
+    """Bytes in a worker's payload, or in the all-reduce."""
+    return math.prod(self.blocks) * _shard_bytes(self.leaf)
+
+  @property
+  def index_bits(self) -> float:
+    """Bits per index, a fraction; 0 without indices."""
+    chunks = self.leaf.chunks
+    if chunks is None or chunks.format.index_code is None:
+      return 0.0
+    return chunks.format.index_code.bits / chunks.format.k
 
   @property
   def is_large(self) -> bool:
     """Whether more than a tenth of its float32 elements is sent."""
-    return self.sent_bytes > 0.4 * self.size
+    return self.sent_bytes > 0.4 * math.prod(self.leaf.shape)
 
   @property
-  def row(self) -> tuple[str, ...]:
-    """Its row of the table, without the name."""
-    sent = _num_bytes(self.sent_bytes) + ('!' if self.is_large else '')
-    blocks = _times(self.blocks) if math.prod(self.blocks) > 1 else '-'
-    if not self.as_unsharded:
-      blocks += '*'
-    shape = _times(self.shape) or 'scalar'
-    return shape, f'{self.num_chunks}', *self.cells, sent, blocks
+  def as_unsharded(self) -> bool:
+    """Whether its chunks are those of an unsharded worker."""
+    return self.leaf.record == self.unsharded.record
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """The bytes of one exchange, printed as a table.
+  """The bytes that one exchange moves, printed as a table.
 
-  They are those of all devices of a worker, unless noted.
+  They are summed over a worker's devices, unless noted.
 
   Attributes:
-    leaves: of each leaf that takes part.
-    size: number of elements that take part.
-    sent_bytes: its payload, and its part of the sums; of owners also updates.
-    received_bytes: all other payloads (of owners those to it, and updates), and
-      the sums.
-    payload_bytes: its message (its messages to all owners), and averaged leaves
-      of up to 64 KB.
+    leaves: a `LeafBytes` for each leaf that takes part.
+    size: how many elements take part.
+    num_workers: workers in the exchange.
+    num_devices: devices per worker.
+    sent_bytes: its payload, and its part in sums; an owner also sends updates.
+    received_bytes: all other payloads, and sums; with owners the payloads for
+      this one, and updates.
+    payload_bytes: its message (with owners, its messages to all), and averaged
+      leaves up to 64 KB.
     summed_bytes: what is all-reduced.
     device_bytes: what one device receives per step, by the mesh axes crossed:
       the worker axis, then axes inside a worker, over which updates are joined.
       Scalars on which its devices agree are not counted.
-    update_bytes: updates of all owners, and averaged leaves of up to 64 KB; 0
+    update_bytes: updates from all owners, and averaged leaves up to 64 KB; 0
       without owners.
   """
 
@@ -87,15 +107,16 @@ class Plan:
   update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns the bytes, each way, of a ring all-reduce of the gradient."""
+    """Returns what a ring all-reduce of the gradient moves, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
 
     An all-gather receives `N - 1` payloads, a ring all-reduce at most twice the
-    dense gradient, of `itemsize` bytes per element. Returns 1 if an all-reduce
-    always receives less, infinity if it never does, and 0 without leaves.
+    dense gradient, with `itemsize` bytes per element. Returns 1 if an
+    all-reduce always receives less, infinity if it never does, and 0 without
+    leaves.
     """
     if not self.leaves:
       return 0
@@ -111,17 +132,16 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns the costs of leaves; equal ones share a row."""
+    """Returns what leaves cost; equal ones share a row."""
     names = collections.defaultdict(list)
     for leaf in self.leaves:
-      names[leaf.row].append(leaf.name)
-    header = 'leaf shape chunks of topk indices bits values sent blocks'
-    rows = [header.split()]
+      names[_row(leaf)].append(leaf.name)
+    rows = [_HEADER]
     for (*cells, sent, blocks), (name, *others) in names.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
       rows.append([name, *cells, sent, blocks])
-    if all(row[-1] == '-' for row in rows[1:]):
+    if all(row[-1] == '-' for row in rows[1:]):  # no leaf is sharded
       rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
@@ -138,12 +158,8 @@ class Plan:
     if not all(leaf.as_unsharded for leaf in self.leaves):
       lines.append(
         '* cut into other chunks than on one device: results depend on how it'
-        ' is sharded.'
-      )
-    if small := [leaf.name for leaf in self.leaves if leaf.small_blocks]:
-      lines.append(
-        'Blocks are smaller than a chunk, which costs bytes. Shard another'
-        f' dimension, or over fewer devices: {", ".join(small)}'
+        ' is sharded. If\n  blocks are smaller than chunks, shard another'
+        ' dimension, or over fewer devices.'
       )
     return '\n'.join(lines)
 
@@ -155,15 +171,15 @@ class Plan:
       f' and step (sends {share:.2%} of a float32 gradient):'
     ]
     ours = 'all_to_all' if self.update_bytes else 'this exchange'
-    directions = {
-      ours: (self.sent_bytes, self.received_bytes),
-      'all-reduce float32': (self.dense_bytes(4),) * 2,
-      'all-reduce bfloat16': (self.dense_bytes(2),) * 2,
-    }
-    for name, (out, back) in directions.items():
+    wide, narrow = self.dense_bytes(4), self.dense_bytes(2)
+    for name, sent, received in (
+      (ours, self.sent_bytes, self.received_bytes),
+      ('all-reduce float32', wide, wide),
+      ('all-reduce bfloat16', narrow, narrow),
+    ):
       lines.append(
-        f'  {name:<20} sends {_num_bytes(out):>10}, receives'
-        f' {_num_bytes(back):>10}'
+        f'  {name:<20} sends {_num_bytes(sent):>10}, receives'
+        f' {_num_bytes(received):>10}'
       )
     if self.num_devices > 1:
       lines.append(
@@ -192,22 +208,10 @@ def plan(
   exchange: ExchangeKind = 'all_gather',
   update_values: str | None = None,
 ) -> Plan:
-  r"""Returns the bytes of an exchange, without running it.
+  r"""Predicts the bytes that an exchange moves, without running it.
 
-  With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
-  each of :math:`N > 1` workers sends :math:`P + R` and receives
-  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
-  `exchange='all_to_all'` and updates of :math:`U` bytes it sends and receives
-  :math:`\tfrac{N-1}N (P + U) + R`, where :math:`P` and :math:`U` include
-  padding of every owner's share to whole chunks. With a relay :math:`S` is a
-  part of :math:`P`; that a worker's message is sent back to it is not counted.
-
-  A sharded leaf is cut into chunks shard by shard. They are the chunks of an
-  unsharded worker if a shard is a multiple of `chunk_size`.
-
-  Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
-  number. The other arguments are those of `scale_by_demo`. A plan prints as a
-  table, as from `python -m demo_optax`.
+  Takes parameters or their shapes, and prints as a table, as does
+  `python -m demo_optax`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -217,6 +221,24 @@ def plan(
     44032
     >>> plan.max_workers()
     762
+
+  With a payload of :math:`P` bytes, and :math:`S` bytes that are all-reduced,
+  each of :math:`N > 1` workers sends :math:`P + R` and receives
+  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
+  `exchange='all_to_all'` and :math:`U` bytes for updates it sends and receives
+  :math:`\tfrac{N-1}N (P + U) + R`; :math:`P` and :math:`U` then pad every
+  owner's share to whole chunks. With a relay :math:`P` includes :math:`S`; that
+  a worker's message is sent back to it is not counted.
+
+  A sharded leaf is cut into chunks shard by shard. They are the chunks that an
+  unsharded worker has if each shard is a multiple of `chunk_size`.
+
+  Args:
+    params: arrays or `jax.ShapeDtypeStruct`.
+    compressor: as in `scale_by_demo`.
+    workers: the workers, or how many.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
   """
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
@@ -227,7 +249,7 @@ def plan(
   leaves = []
   for leaf, alone in zip(layout.leaves, unsharded.leaves):
     if not leaf.is_frozen:
-      leaves.append(_leaf_bytes(leaf, alone))
+      leaves.append(LeafBytes(leaf, alone))
 
   values = resolve_update_values(exchange, update_values, workers)
   if workers.relay is not None:
@@ -260,7 +282,7 @@ def plan(
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
     leaves=tuple(leaves),
-    size=sum(leaf.size for leaf in leaves),
+    size=sum(math.prod(found.leaf.shape) for found in leaves),
     num_workers=count,
     num_devices=specs.devices,
     sent_bytes=(sent + sums) * specs.devices,
@@ -272,53 +294,50 @@ def plan(
   )
 
 
-def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
-  """Returns the bytes of a leaf, which is `alone` in an unsharded worker."""
-  blocks = leaf.sharding.blocks
-  num_shards = math.prod(blocks)
-  num_chunks, index_bits, small_blocks = 1, 0.0, False
-  cells = ['whole', 'all', 'shared', '-', 'averaged']
-  if leaf.chunks is not None:  # else its gradient is averaged uncompressed
-    grid, chunk_format = leaf.grid, leaf.chunks.format
-    num_chunks = num_shards * grid.num_chunks
+_HEADER = [
+  *('leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values'),
+  *('sent', 'blocks'),
+]
+
+
+def _row(costs: LeafBytes) -> tuple[str, ...]:
+  """Returns the row of a leaf in the table, without its name."""
+  leaf = costs.leaf
+  of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
+  if leaf.chunks is not None:
+    chunk_format, values = leaf.chunks.format, leaf.chunks.format.values
+    if not leaf.grid.whole:
+      of = _times(leaf.grid.lengths[-2:])
+    if chunk_format.k < chunk_format.n:
+      topk = f'{chunk_format.k}'
+    if not chunk_format.shared:
+      indices = '-'
     if code := chunk_format.index_code:
-      index_bits = code.bits / chunk_format.k
-    cells = _cells(leaf.chunks)
-    if not alone.grid.whole:
-      sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
-      small_blocks = any(length < side for length, side in sides)
-  return LeafBytes(
-    name=leaf.name,
-    shape=leaf.shape,
-    blocks=blocks,
-    num_chunks=num_chunks,
-    sent_bytes=num_shards * _shard_bytes(leaf),
-    index_bits=index_bits,
-    as_unsharded=leaf.record == alone.record,
-    small_blocks=small_blocks,
-    cells=tuple(cells),
+      indices = 'group' if chunk_format.grouped else code.name
+      bits = f'{costs.index_bits:.2f}'
+  sent, blocks = _num_bytes(costs.sent_bytes), '-'
+  if costs.is_large:
+    sent += '!'
+  if math.prod(costs.blocks) > 1:
+    blocks = _times(costs.blocks)
+  if not costs.as_unsharded:
+    blocks += '*'
+  shape = _times(leaf.shape) or 'scalar'
+  return (
+    shape,
+    f'{costs.num_chunks}',
+    of,
+    topk,
+    indices,
+    bits,
+    values,
+    sent,
+    blocks,
   )
 
 
-def _cells(chunks: LeafChunks) -> list[str]:
-  """Returns cells of a row: chunk, topk, indices, bits and values."""
-  grid, chunk_format = chunks.grid, chunks.format
-  indices, bits = 'shared' if chunk_format.shared else '-', '-'
-  if code := chunk_format.index_code:
-    indices = 'group' if chunk_format.grouped else code.name
-    bits = f'{code.bits / chunk_format.k:.2f}'
-  is_all = chunk_format.k == chunk_format.n
-  return [
-    'whole' if grid.whole else _times(grid.lengths[-2:]),
-    'all' if is_all else f'{chunk_format.k}',
-    indices,
-    bits,
-    chunk_format.values,
-  ]
-
-
 def _shard_bytes(leaf: Leaf) -> int:
-  """Returns the bytes that a worker sends of one shard of a leaf."""
+  """Returns the bytes that a worker sends for one shard."""
   if leaf.chunks is not None:
     return leaf.chunks.num_bytes
   size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)

@@ -382,9 +382,9 @@ def _own_nesterov(
     updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, DeMoState]:
     shared, state = exchange.update(updates, state, params, **extra_args)
-    momentum, state = inside.call_stacked(
-      _put_back, workers, updates, state, None, shared, own_updates=True
-    )
+    given = inside.check_arguments(workers, updates, state, None, shared)
+    put_back = inside.for_workers(_put_back, workers, own_updates=True)
+    momentum, state = put_back(*given)
     finite = stays_finite(updates, (), ())
     return jax.tree.map(
       lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
@@ -426,13 +426,13 @@ def _put_back(
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
   inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
   with platform.running_on(platform.of(workers.mesh)):
-    found, momentum = lift.run(
+    mapped = lift.map_over(
       workers,
       one_worker,
-      (momentum, {i: flat[i] for i in inner}),
       (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
       ({i: Spec(lead, spec) for i, spec in inner.items()}, buckets),
     )
+    found, momentum = mapped(momentum, {i: flat[i] for i in inner})
   own = state.worker_stacked._replace(momentum=momentum)
   return (
     treedef.unflatten(

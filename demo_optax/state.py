@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
-from demo_optax.checkpoint import cutting
+from demo_optax.checkpoint.buckets import cut_bucket
 from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 
@@ -65,7 +65,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   for root, layout in layouts.items():
     parts: dict[int, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      parts |= cutting.cut_bucket(
+      parts |= cut_bucket(
         layout,
         number,
         arrays[*root, STACKED, 'momentum', bucket.name],

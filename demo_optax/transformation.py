@@ -247,11 +247,10 @@ def scale_by_demo(
       inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
+    given = updates, state, params, hyper
     if inside.is_in_step():
-      return inside.call_stacked(
-        stacked_update_fn, workers, updates, state, params, hyper
-      )
-    return stacked_update_fn(updates, state, params, hyper, workers)
+      given = inside.check_arguments(workers, *given)
+    return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
     updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers

@@ -11,10 +11,11 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'docs')]
 
 import chex
 import optax
+import reference
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.util.typing import stringify_annotation
@@ -51,6 +52,7 @@ autodoc_typehints_format = 'short'
 autodoc_member_order = 'bysource'
 python_maximum_signature_line_length = 60  # longer: one argument a line
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # attributes as one list
 html_theme = 'furo'
 html_title = f'demo_optax {version}'
 
@@ -90,21 +92,9 @@ _MENU = """
 :caption: Start
 
 notebooks/01_quickstart
-docs/multihost
-docs/remote
-docs/faq
-```
-
-```{toctree}
-:hidden:
-:caption: Choose
-
 docs/is_it_for_me
 docs/choosing
-docs/muon
-docs/what_to_expect
-docs/from_adamw
-notebooks/03_choose_k_and_chunk
+docs/errors
 ```
 
 ```{toctree}
@@ -112,29 +102,26 @@ notebooks/03_choose_k_and_chunk
 :caption: Use
 
 docs/your_trainer
-docs/nnx
-docs/linen
-docs/equinox
-docs/haiku
-docs/pmap
-docs/own_jit
+docs/recipes
 docs/maxtext
 docs/tunix
+docs/muon
 docs/compressors
 docs/local_updates
+notebooks/03_choose_k_and_chunk
 ```
 
 ```{toctree}
 :hidden:
 :caption: Operate
 
+docs/multihost
+docs/remote
 docs/checkpoints
 docs/faults
 docs/sharding
 notebooks/04_mesh_and_sharding
-docs/tpu
-docs/gpu
-docs/errors
+docs/accelerators
 ```
 
 ```{toctree}
@@ -157,20 +144,6 @@ CHANGELOG
 CONTRIBUTING
 ```
 """
-_API = """
-```{toctree}
-:hidden:
-
-api/optimizers
-api/training
-api/compressors
-api/local
-api/plan
-api/state
-api/checkpoint
-```
-"""
-
 # Unions that say less than their names, the longest first.
 _ALIASES = {
   'ArrayTree': chex.ArrayTree,
@@ -198,9 +171,12 @@ _TREES = {
 
 
 def _add_menu(app, docname, source):
-  """Adds the menu to the front page, which elsewhere is the README."""
+  """Adds the menu to the front page, and the reference to its index."""
   del app
-  source[0] += {root_doc: _MENU, 'docs/api': _API}.get(docname, '')
+  if docname == root_doc:
+    source[0] += _MENU
+  elif docname == 'docs/api':
+    source[0] += reference.index()
 
 
 def _link_names(app, doctree):
@@ -276,6 +252,7 @@ def _add_index(app, error):
 
 
 def setup(app):
+  app.connect('config-inited', lambda *_: reference.write(ROOT / 'docs/api'))
   app.connect('source-read', _add_menu)
   app.connect('doctree-read', _link_names)
   app.connect('autodoc-process-signature', _shorten)

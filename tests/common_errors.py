@@ -1,11 +1,14 @@
 """Mistakes that are easily made, and what the library answers.
 
-    python tests/common_errors.py    # writes the table of docs/errors.md
+    python tests/common_errors.py    # writes messages/errors.txt, docs/errors.md
 
-Each case makes the mistake; the tests compare the messages with the table.
+Each case makes the mistake. The tests compare its message with the file, and
+how the message begins with the table of the page, which has the cases that need
+more than the message says.
 """
 
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from helpers import make_mesh
 
 import demo_optax
 
+FILE = pathlib.Path(__file__).parent / 'messages/errors.txt'
 DOCS = pathlib.Path(__file__).parents[1] / 'docs/errors.md'
 MARKS = ('<!-- errors: python tests/common_errors.py -->', '<!-- end -->')
 
@@ -119,7 +123,7 @@ def outer_alone():
   train_step(PARAMS, tx.init(PARAMS), jnp.ones((32, 8)))
 
 
-# What was done, in code; how; what to do about it, where the message is short.
+# What was done, in words and in code.
 CASES = [
   (
     '`jax.jit` instead of `data_parallel`: one gradient, of no worker',
@@ -231,16 +235,83 @@ CASES = [
 ]
 
 
+# Of some, what to do: those are in the table of the page.
+REMEDIES = {
+  '`jax.jit` instead of `data_parallel`: one gradient, of no worker': (
+    'decorate the step with `data_parallel`, or [stack gradients]'
+    '(recipes.md#your-own-jit)'
+  ),
+  "a loss that does not use the step's batch, or averaged gradients": (
+    "use the step's arguments in the loss, and remove `pmean`"
+  ),
+  "a skip by one worker's own loss": (
+    'return [`over_workers` or `out_batch`](your_trainer.md#results)'
+  ),
+  'a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
+  ' or another optimizer for some parameters': (
+    '[freeze them](your_trainer.md#freezing-and-lora), or give them'
+    ' `demo_optax.average`'
+  ),
+  'an optimizer state that is no argument': 'make it an argument',
+  '`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
+  ' `shard_map`': "`jax.lax.pcast(params, 'data', to='varying')` before",
+  'a state of another number of workers': (
+    '[`resize=True`](checkpoints.md#another-number-of-workers-mesh-or-chunk-size)'
+  ),
+  'a state of another compressor': (
+    '[`rechunk=True`](checkpoints.md#another-number-of-workers-mesh-or-chunk-size)'
+  ),
+  '`optax.MultiSteps` in a step': (
+    '[accumulate in the step](your_trainer.md#gradient-accumulation)'
+  ),
+  '`optax.inject_hyperparams` with bfloat16 parameters': (
+    'give it `hyperparam_dtype=jnp.float32`'
+  ),
+  'complex parameters': (
+    'two real leaves, or `optax.contrib.split_real_and_imaginary`'
+  ),
+  'local updates outside of a `data_parallel` step': 'decorate the step',
+  'an outer optimizer without an exchange': (
+    'put `scale_by_demo` or `average` into it'
+  ),
+}
+
+
 def message(mistake):
   error = mismatches.refused(mistake)
-  return f'`{type(error).__name__}`: {error}'.replace('|', '\\|')
+  return f'{type(error).__name__}: {error}'
 
 
-def table():
-  return mismatches.table(
-    'what was done', [(name, message(mistake)) for name, mistake in CASES]
-  )
+def beginning(text):
+  """Of a message: what must be, without its type and what it got."""
+  return re.split(r', got |: ', text.split(': ', 1)[1])[0]
+
+
+def table(messages):
+  rows = ['| error | cause | remedy |', '|---|---|---|']
+  for cause, text in messages.items():
+    if cause in REMEDIES:
+      rows.append(f'| {beginning(text)} | {cause} | {REMEDIES[cause]} |')
+  return '\n'.join(rows)
+
+
+def page(text, messages):
+  """Returns the page with the table between its marks replaced."""
+  before, rest = text.split(MARKS[0])
+  _, after = rest.split(MARKS[1], 1)
+  return f'{before}{MARKS[0]}\n{table(messages)}\n{MARKS[1]}{after}'
+
+
+def file(messages):
+  records = [mismatches.record(*case) for case in messages.items()]
+  return '\n'.join(records)
+
+
+def make_all():
+  return {name: message(mistake) for name, mistake in CASES}
 
 
 if __name__ == '__main__':
-  DOCS.write_text(mismatches.written(DOCS.read_text(), table(), MARKS))
+  messages = make_all()
+  FILE.write_text(file(messages))
+  DOCS.write_text(page(DOCS.read_text(), messages))

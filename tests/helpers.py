@@ -17,7 +17,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.__main__ import MODELS
 from demo_optax._paths import is_stacked, path_keys
-from demo_optax.checkpoint import cutting
+from demo_optax.checkpoint.buckets import coding_of, fill_bucket
 from demo_optax.numerics import topk as selection
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -138,12 +138,12 @@ def with_momentum(state, moments):
   layout, own, made = state.layout.layout, state.worker_stacked, {}
   for number, bucket in enumerate(layout.buckets):
     given = {i: moments[layout.leaves[i].name] for i in layout.members(number)}
-    made[bucket.name] = cutting.fill_bucket(
+    made[bucket.name] = fill_bucket(
       layout,
       number,
       given,
       own.momentum[bucket.name],
-      lambda leaf, x: cutting.encode(x, *cutting.cut_of(leaf)),
+      lambda leaf, x: coding_of(leaf).encode(x),
     )
   return state._replace(worker_stacked=own._replace(momentum=made))
 

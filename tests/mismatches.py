@@ -1,13 +1,12 @@
 """Every mismatch between a checkpoint and a tree that was tried.
 
-    python tests/mismatches.py    # writes the table of docs/checkpoints.md
+    python tests/mismatches.py    # writes tests/messages/checkpoints.txt
 
 Each case restores a checkpoint of `saved()` in another way and is refused; the
-tests run them, and compare the messages with the table.
+tests run them, and compare the messages with the file.
 """
 
 import pathlib
-import sys
 import tempfile
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 import demo_optax
 from demo_optax import checkpoint
 
-DOCS = pathlib.Path(__file__).parents[1] / 'docs/checkpoints.md'
-MARKS = ('<!-- mismatches: python tests/mismatches.py -->', '<!-- end -->')
+FILE = pathlib.Path(__file__).parent / 'messages/checkpoints.txt'
 
 SHAPES = {'w': (16, 16), 'b': (4,)}
 SMALL = demo_optax.dct_topk(chunk_size=8, topk=3)
@@ -150,26 +148,16 @@ def refused(call):
   raise AssertionError('nothing was refused')
 
 
-def table(first, rows):
-  """Of pairs: what was done, and the answer."""
-  lines = [f'| {name} | {text} |'.replace('\n', '<br>') for name, text in rows]
-  return '\n'.join([f'| {first} | answer |', '|---|---|', *lines])
-
-
-def written(text, new, marks=MARKS):
-  """`text` with the table between the marks replaced."""
-  before, rest = text.split(marks[0])
-  _, after = rest.split(marks[1], 1)
-  return f'{before}{marks[0]}\n{new}\n{marks[1]}{after}'
+def record(name, text):
+  """What was done, and below it the message that it was refused with."""
+  return f'# {name}\n{text}\n'
 
 
 if __name__ == '__main__':
   with tempfile.TemporaryDirectory() as folder:
     saved(pathlib.Path(folder))
-    new = table(
-      'tried',
-      [(name, message(pathlib.Path(folder), *case)) for name, *case in CASES],
-    )
-  sys.stdout.write(new + '\n')
-  if DOCS.exists():
-    DOCS.write_text(written(DOCS.read_text(), new))
+    records = [
+      record(name, message(pathlib.Path(folder), *case))
+      for name, *case in CASES
+    ]
+  FILE.write_text('\n'.join(records))

@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import chex
@@ -25,13 +25,14 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
-from demo_optax.checkpoint import cutting
-from demo_optax.checkpoint.leaves import abstract, from_leaves, to_leaves
+from demo_optax.checkpoint import placement
+from demo_optax.checkpoint.leaves import from_leaves, to_leaves
+from demo_optax.checkpoint.placement import abstract
 from demo_optax.numerics import prng
 
 
 class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
-  """Saves and restores one tree of a run, by steps, in one folder.
+  """Saves and restores one tree, by steps, in one folder.
 
   A step is one Orbax checkpoint, written in the background under a temporary
   name and renamed when complete. All processes make the same calls, on a shared
@@ -39,9 +40,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   Args:
     folder: a local path or `gs://...`; created by the first save.
-    like: the tree to save and to restore, as for `from_leaves`. Only shapes,
-      dtypes and shardings of JAX's arrays are kept.
-    keep: number of checkpoints to keep, at least 1.
+    like: the tree to save and to restore, as for `from_leaves`. Arrays are
+      kept as shapes, dtypes and shardings.
+    keep: how many checkpoints to keep, at least 1.
     timeout: seconds after which an incomplete save fails in all processes.
   """
 
@@ -78,13 +79,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    return tuple(
-      sorted(
-        int(path.name)
-        for path in self._folder.glob('*')
-        if path.name.isdecimal() and any(path.iterdir())
-      )
-    )
+    steps = []
+    for path in self._folder.glob('*'):
+      if path.name.isdecimal() and any(path.iterdir()):
+        steps.append(int(path.name))
+    return tuple(sorted(steps))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree` in the background.
@@ -95,9 +94,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     error next.
 
     Raises:
-      ValueError: a checkpoint of this step exists; a leaf of one process alone
-        differs between processes.
-      OSError: another Checkpointer, of this or another job, writes to the
+      ValueError: the step has a checkpoint; or a leaf that each process holds
+        alone differs between processes.
+      OSError: another Checkpointer, here or in another job, writes to the
         folder; or the folder cannot be written.
     """
     step = operator.index(step)
@@ -109,22 +108,17 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
     for name, x in leaves.items():
-      other = [c for c in replicas.differing(held[name]) if c.device is None]
-      if other:
-        raise ValueError(
-          f'{name} must be the same in all processes, got another in'
-          f' {sorted({c.process for c in other})}. Spread it over the mesh,'
-          ' or gather it first.'
-        )
+      _check_same(name, held[name])
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
         continue
-      digest, impl = replicas.content_digest(held[name]), None
+      impl = None
       if prng.is_key_array(x):
         impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+      digest = replicas.content_digest(held[name])
       about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
+      is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
       if x.size:  # Orbax refuses empty ones
-        is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
         arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
@@ -217,14 +211,13 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
-    like = {
-      name: _target(tuple(shape), dtype, self._wanted.get(name))
-      for name, (dtype, shape, *_) in about['arrays'].items()
-      if 0 not in shape
-    }
+    like = {}
+    for name, (dtype, shape, *_) in about['arrays'].items():
+      if 0 not in shape:
+        like[name] = _target(tuple(shape), dtype, self._wanted.get(name))
     arrays = ocp.load(path, like) if like else {}
     held = replicas.copies(arrays)
-    found = dict(about['values'])
+    leaves = dict(about['values'])
     for name, (dtype, shape, impl, digest) in about['arrays'].items():
       x = arrays.get(name)
       if x is None:
@@ -233,8 +226,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         raise ValueError(f'{name} is not what was saved')
       if impl is not None:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
-      found[name] = x
-    return found
+      leaves[name] = x
+    return leaves
 
 
 def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -249,8 +242,18 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
+  sharding = placement.auto(placement.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _check_same(name: str, held: Sequence[replicas.Copy]) -> None:
+  """Raises if processes hold different copies, each for itself."""
+  other = {c.process for c in replicas.differing(held) if c.device is None}
+  if other:
+    raise ValueError(
+      f'{name} must be the same in all processes, got another in'
+      f' {sorted(other)}. Spread it over the mesh, or gather it first.'
+    )
 
 
 def _checksum(about: dict[str, Any]) -> int:

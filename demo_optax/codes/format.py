@@ -1,10 +1,11 @@
-"""The selection from one kind of chunk, as words."""
+"""A selection, as words."""
 
 import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
@@ -14,7 +15,7 @@ from demo_optax.numerics import groups, plain, platform
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFormat:
-  """How the selection from one kind of chunk is written.
+  """How selections from chunks with one size are written.
 
   If all workers select the same places (`shared`), messages have no indices and
   values are summed.
@@ -36,7 +37,7 @@ class ChunkFormat:
 
   @property
   def index_code(self) -> index_codes.IndexCode | None:
-    """The code of the indices; None if none are sent."""
+    """The code for indices; None if none are sent."""
     if self.shared or self.k == self.n:
       return None
     if self.grouped:  # of the place in each group
@@ -46,7 +47,7 @@ class ChunkFormat:
 
   @property
   def value_code(self) -> ValueCode:
-    """The code of the values."""
+    """The code for values."""
     return CODES[self.values](self.dtype, self.k)
 
   @property
@@ -72,55 +73,59 @@ class ChunkFormat:
     return sum(math.ceil(chunks * code.bits / 8) for code in self._codes)
 
   def words(self, chunks: int) -> int:
-    """Returns the words of 32 bits that this many chunks take in a message."""
+    """Returns the words that this many chunks take in a message."""
     return sum(code.words(chunks) for code in self._codes)
 
-  def encode(
-    self, indices: jax.Array | None, values: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Writes values `[..., chunks, k]` and their ascending int32 indices.
+  def encode(self, indices: Array | None, values: Array) -> tuple[Array, Array]:
+    """Writes values `[messages, chunks, k]` and their ascending int32 indices.
 
-    Returns uint32 `[..., words]`, and the values that receivers decode.
+    Returns uint32 `[messages, words]`, and the values that receivers decode.
     `indices` is None if `k` is `n`.
     """
+    if values.ndim == 2:
+      one = None if indices is None else indices[None]
+      data, sent = self.encode(one, values[None])
+      return data[0], sent[0]
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
-      indices = groups.places(indices) if self.grouped else indices
-      data = jnp.concatenate([data, code.encode(indices)], axis=-1)
+      if self.grouped:
+        indices = groups.places(indices)
+      data = jnp.concatenate([data, code.encode(indices)], axis=1)
     return data, sent
 
   def decode(
-    self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
+    self, data: Array, chunks: int
+  ) -> tuple[Array | None, Array, Array]:
+    """Undoes `encode` for arbitrary words, uint32 `[messages, words]`.
 
-    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and,
-    unless grouped, ascending; or None. Also values `[workers, chunks, k]`, and
-    bool `[workers]`, whether the words are a valid selection, of values up to
+    Returns int32 indices `[messages, chunks, k]` within `[0, n)`, distinct and,
+    unless grouped, ascending; or None. Also values `[messages, chunks, k]`, and
+    bool `[messages]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
-    if platform.one_payload_at_a_time(chunks * self.n):
-      return jax.lax.map(lambda row: self._decode(row, chunks), data)
-    return self._decode(data, chunks)
+    if not platform.one_payload_at_a_time(chunks * self.n):
+      return self._decode(data, chunks)
+    decoded = jax.lax.map(lambda one: self._decode(one, chunks), data[:, None])
+    return jax.tree.map(lambda x: jnp.squeeze(x, 1), decoded)
 
   def _decode(
-    self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    self, data: Array, chunks: int
+  ) -> tuple[Array | None, Array, Array]:
     split = self.value_code.words(chunks)
-    values = self.value_code.decode(data[..., :split], chunks)
+    values = self.value_code.decode(data[:, :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
     if (code := self.index_code) is None:
-      return None, values, jnp.all(good, axis=(-2, -1))
-    indices = code.decode(data[..., split:], chunks)
+      return None, values, jnp.all(good, axis=(1, 2))
+    indices = code.decode(data[:, split:], chunks)
     if self.grouped:
       indices = groups.indices(indices)  # distinct by construction
     else:
-      edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-      good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
+      edge = (0, 0), (0, 0), (1, 0)
+      good &= indices > plain.pad(indices[:, :, :-1], edge, value=-1)
     good &= indices < self.n
-    valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
+    valid = jnp.all(good, axis=(1, 2))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return plain.where(valid[..., None, None], indices, first), values, valid
+    return plain.where(valid[:, None, None], indices, first), values, valid

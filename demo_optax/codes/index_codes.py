@@ -1,16 +1,17 @@
-"""Codes of the indices: which `k` of the `n` places of a chunk are sent.
+"""Codes for indices: which `k` out of `n` places in a chunk are sent.
 
-Places are written in ascending order, which takes `log2 C(n, k)` bits at least.
-Decoding accepts arbitrary words; `format.ChunkFormat.decode` checks the order
-and range of the indices.
+Indices are int32 `[messages, chunks, k]`. Places are written in ascending
+order, which takes `log2 C(n, k)` bits at least. Elias-Fano is within 10 % of it
+for `n >= 4096` and `8 <= k <= n / 19`. Decoding accepts arbitrary
+words; `format.ChunkFormat.decode` checks the order and range of the indices.
 """
 
 import dataclasses
 import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.codes.parts import Code, Parts
 from demo_optax.numerics import packing
@@ -18,7 +19,7 @@ from demo_optax.numerics import packing
 
 @dataclasses.dataclass(frozen=True)
 class IndexCode(Code):
-  """How the places sent of every chunk are written: ascending, in int32."""
+  """How the places sent from every chunk are written."""
 
   name: ClassVar[str]
   n: int
@@ -27,7 +28,7 @@ class IndexCode(Code):
 
 @functools.cache
 def cheapest(n: int, k: int) -> IndexCode:
-  """Returns the code that takes the fewest bits for `k < n` of `n` places.
+  """Returns the code that takes the fewest bits for `k < n` places.
 
   >>> cheapest(4096, 32)
   EliasFano(n=4096, k=32, low=7)
@@ -38,7 +39,7 @@ def cheapest(n: int, k: int) -> IndexCode:
   """
   # Of equals the first: the simpler code, then the shorter unary part.
   codes: list[IndexCode] = [FixedWidth(n, k), Bitmap(n, k)]
-  codes += [EliasFano(n, k, low) for low in reversed(range(index_width(n)))]
+  codes += [EliasFano(n, k, low) for low in range(index_width(n) - 1, 0, -1)]
   return min(codes, key=lambda code: code.bits)
 
 
@@ -51,10 +52,10 @@ class FixedWidth(IndexCode):
   def parts(self) -> Parts:
     return ((self.k, index_width(self.n)),)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  def encode(self, indices: Array) -> Array:
     return self.pack(indices)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (numbers,) = self.unpack(data, chunks)
     return numbers.astype(jnp.int32)
 
@@ -68,20 +69,20 @@ class Bitmap(IndexCode):
   def parts(self) -> Parts:
     return ((self.n, 1),)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  def encode(self, indices: Array) -> Array:
     return self.pack(_ones_at(indices, self.n))
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (ones,) = self.unpack(data, chunks)
-    return packing.places_of_ones(ones == 1, self.k)
+    return _places_of(ones, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
 class EliasFano(IndexCode):
-  """The `low` low bits of every index as they are, the rest in unary.
+  """The `low` low bits in every index as they are, the rest in unary.
 
   The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`.
-  The `j`-th becomes a one at place `rest + j` of `k + b - 1` bits. With
+  The `j`-th becomes a one at place `rest + j` in `k + b - 1` bits. With
   `2**low` near `n / k` that is about `2 + log2(n / k)` bits per index. The
   bound for small `k / n` is `1.44 + log2(n / k)`.
 
@@ -94,41 +95,53 @@ class EliasFano(IndexCode):
   low: int
 
   @property
-  def parts(self) -> Parts:
-    return (self.k, self.low), (self.k - 1 + -(-self.n >> self.low), 1)
+  def _unary_size(self) -> int:
+    return self.k - 1 + -(-self.n >> self.low)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  @property
+  def parts(self) -> Parts:
+    return (self.k, self.low), (self._unary_size, 1)
+
+  def encode(self, indices: Array) -> Array:
     rest = (indices >> self.low) + order_of(indices)
-    unary = _ones_at(rest, self.parts[1][0])
+    unary = _ones_at(rest, self._unary_size)
     return self.pack(indices & (2**self.low - 1), unary)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     lows, unary = self.unpack(data, chunks)
-    places = packing.places_of_ones(unary == 1, self.k)
+    places = _places_of(unary, self.k)
     rest = places - order_of(places)
     return (rest << self.low) | lows.astype(jnp.int32)
 
 
 def index_width(n: int) -> int:
-  """Bits of an index into `n` places, `ceil(log2 n)`."""
+  """Bits for an index into `n` places, `ceil(log2 n)`."""
   return (n - 1).bit_length()
 
 
-def order_of(indices: jax.Array) -> jax.Array:
-  """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
-  order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
-  return order.reshape(*(1,) * (indices.ndim - 1), -1)
+def order_of(indices: Array) -> Array:
+  """Returns int32 `[1, 1, k]`, the numbers 0 to k - 1."""
+  return jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None]
 
 
-def _ones_at(places: jax.Array, size: int) -> jax.Array:
-  """uint32 `[..., size]`, 1 at `places [..., k]`, distinct and ascending."""
-  flat = places.reshape(-1, places.shape[-1])
-  zeros = jnp.zeros((flat.shape[0], size), jnp.uint32)
-  ones = zeros.at[packing.row_numbers(flat), flat].set(
+def _ones_at(places: Array, size: int) -> Array:
+  """Returns uint32 `[messages, chunks, size]`, 1 at ascending `places`."""
+  messages, chunks, k = places.shape
+  rows = places.reshape(messages * chunks, k)
+  zeros = jnp.zeros((len(rows), size), jnp.uint32)
+  ones = zeros.at[packing.row_numbers(rows), rows].set(
     1,
     unique_indices=True,
     indices_are_sorted=True,
     mode='promise_in_bounds',
     wrap_negative_indices=False,
   )
-  return ones.reshape(*places.shape[:-1], size)
+  return ones.reshape(messages, chunks, size)
+
+
+def _places_of(ones: Array, k: int) -> Array:
+  """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
+  messages, chunks, size = ones.shape
+  rows = ones.reshape(messages * chunks, size)
+  places = packing.places_of_ones(rows == 1, k)
+  return places.reshape(messages, chunks, k)

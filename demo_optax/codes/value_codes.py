@@ -1,54 +1,66 @@
-"""Codes of the values of selected coefficients.
+"""Codes for selected values, `[messages, chunks, k]`.
 
-`encode` returns words of 32 bits and the values that receivers will decode. The
-sender subtracts exactly those: the losses of a code stay in its momentum, to
-the last bit.
+`encode` returns uint32 words, and the values that receivers will decode. The
+sender subtracts exactly those: what a code loses stays in its momentum, to the
+last bit. With a chunk's values v, and its scale s in bfloat16:
+
+    name      bits per value  per chunk  decoded as
+    float32   32 (or 64)      0          v, in the momentum's dtype
+    bfloat16  16              0          v rounded to bfloat16
+    int8      8               16         s round(v / s), s = max |v| / 127
+    int4      4               16         the same, s = max |v| / 7
+    sign      1               16         +s or -s, s = mean |v|
+    ternary   1.6             0          -1, 0 or 1: for updates alone
+
+Levels are clipped to their range. Scales and bfloat16 values that are subnormal
+(below 2^-126) are decoded as zero. Values are clipped at 2^126 / n.
 
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
-the program. So products of a level and a scale are exact (8 bits times 8 bits),
-and sums are trees of elementwise additions. An inverse is a separate array.
+the program. So products level times scale are exact (8 bits times 8 bits),
+and sums are trees: elementwise additions. An inverse is a separate array.
 bfloat16 is made by `reduce_precision`: compilers may drop conversions.
 """
 
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from demo_optax.codes.parts import Code, Parts, as_row
 from demo_optax.numerics import plain
 
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
-_POWERS = tuple(3**place for place in range(20))  # digits of a word
+_PER_WORD = 20  # ternary digits
+_POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[None, :, None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueCode(Code):
-  """How the values sent of every chunk are written."""
+  """How the values sent from every chunk are written."""
 
   dtype: str  # of the momentum
   k: int  # values of a chunk
 
 
 class Exact(ValueCode):
-  """Values as they are; of float64, the low halves first."""
+  """Values as they are; float64 as halves, the low ones first."""
 
   @property
   def parts(self) -> Parts:
     return ((self.k, 32),) * (jnp.dtype(self.dtype).itemsize // 4)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words = jax.lax.bitcast_convert_type(values, jnp.uint32)
+  def encode(self, values: Array) -> tuple[Array, Array]:
+    words = lax.bitcast_convert_type(values, jnp.uint32)
     halves = jnp.moveaxis(words.reshape(*values.shape, -1), -1, 0)
     return self.pack(*halves), values
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
-    values = jax.lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
+    values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
     return values.reshape(words.shape[:-1])
 
 
@@ -59,42 +71,42 @@ class BFloat16(ValueCode):
   def parts(self) -> Parts:
     return ((self.k, 16),)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def encode(self, values: Array) -> tuple[Array, Array]:
     largest = _largest_scale(1)
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
     return self.pack(_to_halves(rounded)), rounded.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (halves,) = self.unpack(data, chunks)
     return _from_halves(halves).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(ValueCode):
-  """Levels of a few bits each, times a bfloat16 scale per chunk.
+  """Levels with a few bits each, times a bfloat16 scale per chunk.
 
-  Levels are `-limit, -limit + spacing, ... limit`. `quantise` takes values
-  `[..., chunks, k]` and the limit. It returns levels `[..., chunks, k]` and
-  scales `[..., chunks, 1]`, float32 values that bfloat16 represents.
+  Levels are `-limit, -limit + spacing, ... limit`. `quantise` takes values and
+  the limit. It returns levels, and scales `[messages, chunks, 1]`: float32
+  values that bfloat16 represents.
   """
 
   width: int  # bits of a level
   limit: int
   spacing: int
-  quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+  quantise: Callable[[Array, int], tuple[Array, Array]]
 
   @property
   def parts(self) -> Parts:
     return (self.k, self.width), (1, 16)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def encode(self, values: Array) -> tuple[Array, Array]:
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
     data = self.pack(numbers, _to_halves(scales))
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     numbers, halves = self.unpack(data, chunks)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
     scales = _from_halves(halves)
@@ -102,40 +114,38 @@ class Scaled(ValueCode):
 
 
 class Ternary(ValueCode):
-  """Signs, -1, 0 or 1, twenty to a word: for updates that only need signs."""
+  """Signs, -1, 0 or 1, twenty to a word: for updates that only need signs.
+
+  They are digits to base three, in planes as in `pack_bits`.
+  """
 
   @property
   def bits(self) -> float:
-    return 32 * self.k / len(_POWERS)
+    return 32 * self.k / _PER_WORD
 
   def words(self, chunks: int) -> int:
-    return -(-chunks * self.k // len(_POWERS))
+    return -(-chunks * self.k // _PER_WORD)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Writes twenty signs to a word, in planes as `pack_bits` does."""
-    *batch, chunks, k = values.shape
-    size = self.words(chunks)
+  def encode(self, values: Array) -> tuple[Array, Array]:
+    size = self.words(values.shape[1])
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
-    digits = as_row(signs + jnp.int8(1))
-    missing = size * len(_POWERS) - chunks * k
-    digits = plain.pad(digits, [(0, 0)] * len(batch) + [(0, missing)])
-    digits = digits.reshape(*batch, len(_POWERS), size)
-    data = jnp.sum(digits * _powers(len(batch)), axis=-2, dtype=jnp.uint32)
+    digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
+    digits = digits.reshape(-1, _PER_WORD, size)  # [messages, digits, words]
+    data = jnp.sum(digits * _POWERS, axis=1, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     """Returns the signs; words that no signs encode to become zeros."""
-    *batch, _ = data.shape
-    digits = data[..., None, :] // _powers(len(batch)) % jnp.uint32(3)
-    known = data[..., None, :] < jnp.uint32(3 * _POWERS[-1])
+    messages, _ = data.shape
+    words = data[:, None]
+    digits = words // _POWERS % jnp.uint32(3)  # [messages, digits, words]
+    known = words < jnp.uint32(3**_PER_WORD)
     signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
-    signs = signs.reshape(*batch, -1)[..., : chunks * self.k]
-    return signs.astype(self.dtype).reshape(*batch, chunks, self.k)
+    signs = signs.reshape(messages, -1)[:, : chunks * self.k]
+    return signs.astype(self.dtype).reshape(messages, chunks, self.k)
 
 
-def _nearest_levels(
-  values: jax.Array, limit: int
-) -> tuple[jax.Array, jax.Array]:
+def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
@@ -144,26 +154,26 @@ def _nearest_levels(
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
 
-def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the signs, and the mean magnitude: the scale of least squares."""
+def _signs(values: Array, limit: int) -> tuple[Array, Array]:
+  """Returns the signs, and the mean magnitude, the least-squares scale."""
   levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
   return levels, _scales(_mean_magnitude(values), limit)
 
 
-def _mean_magnitude(values: jax.Array) -> jax.Array:
+def _mean_magnitude(values: Array) -> Array:
   """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
   # Clip so that the sum cannot overflow; such values' scale is irrelevant.
   x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
-  x = plain.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - k)])
+  x = plain.pad_to(x, width)
   while width > 1:
     width //= 2
     x = x[..., :width] + x[..., width:]
   return x * np.float32(1 / k)
 
 
-def _scales(scales: jax.Array, limit: int) -> jax.Array:
+def _scales(scales: Array, limit: int) -> Array:
   """Rounds to bfloat16, such that `limit` times the scale is finite."""
   return _round(jnp.minimum(scales, _largest_scale(limit)))
 
@@ -174,14 +184,14 @@ def _largest_scale(limit: int) -> float:
   return float(largest.view(np.float32))
 
 
-def _round(x: jax.Array) -> jax.Array:
+def _round(x: Array) -> Array:
   """Rounds float32 to bfloat16's numbers, ties to even, no subnormals."""
-  return jax.lax.reduce_precision(
+  return lax.reduce_precision(
     _without_subnormals(x), exponent_bits=8, mantissa_bits=7
   )
 
 
-def _without_subnormals(x: jax.Array) -> jax.Array:
+def _without_subnormals(x: Array) -> Array:
   """Replaces subnormal numbers by zero.
 
   Some devices and threads flush them. A subnormal scale has no finite inverse.
@@ -189,21 +199,15 @@ def _without_subnormals(x: jax.Array) -> jax.Array:
   return plain.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
-def _to_halves(x: jax.Array) -> jax.Array:
-  """Returns the upper 16 bits of float32, those of a bfloat16, as uint32."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
+def _to_halves(x: Array) -> Array:
+  """Returns the upper 16 bits of float32, a bfloat16, as uint32."""
+  return lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
 
 
-def _from_halves(halves: jax.Array) -> jax.Array:
+def _from_halves(halves: Array) -> Array:
   """Undoes `_to_halves`, without subnormals."""
-  x = jax.lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
+  x = lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
   return _without_subnormals(x)
-
-
-def _powers(batch: int) -> jax.Array:
-  """Returns uint32 `[..., 20, 1]`."""
-  powers = jnp.asarray(_POWERS, jnp.uint32)
-  return powers.reshape(*(1,) * batch, -1, 1)
 
 
 CODES: dict[str, Callable[[str, int], ValueCode]] = {
@@ -215,8 +219,7 @@ CODES: dict[str, Callable[[str, int], ValueCode]] = {
   'ternary': Ternary,
 }
 
-# Codes of updates, and codes of coefficients.
-UPDATE_VALUES = tuple(CODES)
-VALUES = tuple(name for name in UPDATE_VALUES if name != 'ternary')
-# Codes of updates without error feedback.
-WITHOUT_RESIDUAL = ('float32', 'ternary')
+# Codes of updates; those of them without error feedback; codes of coefficients.
+UPDATE_VALUES = 'float32', 'bfloat16', 'int8', 'int4', 'sign', 'ternary'
+WITHOUT_RESIDUAL = 'float32', 'ternary'
+VALUES = UPDATE_VALUES[:-1]

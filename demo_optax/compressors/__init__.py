@@ -1,4 +1,4 @@
-"""Compressors select and transform coefficients of the momentum."""
+"""Compressors transform the momentum and select coefficients."""
 
 from demo_optax.compressors.bases import (
   Basis,

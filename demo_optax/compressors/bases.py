@@ -1,4 +1,4 @@
-"""Orthonormal transforms of a chunk: one matrix per length of a side."""
+"""Orthonormal transforms: one matrix for each side length."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from demo_optax import _checks
 
 
 class Basis:
-  """An orthonormal transform, applied along both sides of a chunk.
+  """An orthonormal transform, applied along both chunk sides.
 
   Implement it as a frozen dataclass that inherits from this: bases are compared
   and hashed.
@@ -40,7 +40,7 @@ class Dct(Basis):
 class Hadamard(Basis):
   """Sylvester's Hadamard matrix, scaled to be orthonormal.
 
-  Sides of chunks must be powers of two.
+  Chunk sides must be powers of two.
   """
 
   def matrix(self, length: int) -> np.ndarray:
@@ -61,7 +61,7 @@ class Hadamard(Basis):
 class RandomOrthogonal(Basis):
   """A random rotation or reflection, drawn once for every length.
 
-  Version 2 of the DeMo paper (arXiv:2411.19870v2) draws a new matrix in every
+  The DeMo paper, version 2 (arXiv:2411.19870v2), draws a new matrix in every
   step; momentum could then not be kept as coefficients.
 
   Attributes:

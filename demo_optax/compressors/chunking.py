@@ -1,7 +1,7 @@
 """Cuts arrays into chunks, and transforms chunks into coefficients.
 
 An array is folded to `[*batch, rows, cols]` and cut into chunks `[chunks, n]`,
-each the `n = row_length * col_length` elements of a block in row-major order.
+each a block with `n = row_length * col_length` elements in row-major order.
 Chunks are transformed into coefficients `[chunks, n]`. All steps are linear,
 and everything about a cut is static and lives in `ChunkGrid`.
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.compressors.bases import Basis
 from demo_optax.numerics import plain, platform, rounding
@@ -31,9 +32,9 @@ class ChunkGrid:
   """How one array is cut into chunks.
 
   Attributes:
-    shape: shape of the array.
-    lengths: length of a chunk along each dimension of the folded array; 1 along
-      the dimensions before the last two, unless the array is one whole chunk.
+    shape: shape before folding.
+    lengths: chunk length along each folded dimension; 1 along those before the
+      last two, unless the array is one whole chunk.
     whole: the array is one chunk in its own order, not transformed.
     fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
       `j` on into the columns. None: the last two dimensions are cut.
@@ -46,7 +47,7 @@ class ChunkGrid:
 
   @property
   def folded(self) -> tuple[int, ...]:
-    """Shape `[*batch, rows, cols]` of the folded array."""
+    """Shape after folding, `[*batch, rows, cols]`."""
     if self.fold is None:
       return self.shape
     b, j = self.fold
@@ -55,10 +56,9 @@ class ChunkGrid:
 
   @property
   def leading(self) -> list[int]:
-    """Dimensions of the array that are the slowest of each folded dimension.
+    """The slowest dimension in each folded one.
 
-    Blocks of an array that is sharded along them alone are blocks of the
-    folded array.
+    Folding keeps blocks if an array is sharded along these dimensions alone.
     """
     if self.fold is None:
       return list(range(len(self.shape)))
@@ -75,19 +75,19 @@ class ChunkGrid:
 
   @property
   def folded_counts(self) -> tuple[int, int, int]:
-    """Number of chunks of the folded array, `[batch, rows, cols]`."""
+    """Number of chunks after folding, `[batch, rows, cols]`."""
     *batch, rows, cols = 1, 1, *self._counts
     return math.prod(batch), rows, cols
 
   @property
   def _counts(self) -> list[int]:
-    """Number of chunks along each dimension of the folded array."""
+    """Number of chunks along each folded dimension."""
     sizes = zip(self.folded, self.lengths)
     return [-(-size // length) for size, length in sizes]
 
   @property
   def sides(self) -> tuple[int, int]:
-    """Rows and columns of a chunk."""
+    """Rows and columns in a chunk."""
     if self.whole:
       return 1, self.chunk_size
     rows, cols = (1, 1, *self.lengths)[-2:]
@@ -110,29 +110,28 @@ class ChunkGrid:
 
   @property
   def ends(self) -> tuple[int, ...]:
-    """Elements added at the end of each dimension of the folded array."""
+    """Elements added at the end of each folded dimension."""
     sizes = zip(self.folded, self.lengths)
     return tuple(-size % length for size, length in sizes)
 
 
 def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
-  """Returns all folds of an array; the last one leaves it as it is."""
+  """Returns all folds; the last one leaves an array as it is."""
   if ndim < 2:
     return [(ndim - 2, ndim - 1)]
-  found = []
+  all_folds = []
   for rows_from in range(min(batch_dims, ndim - 2), ndim - 1):
     for cols_from in range(rows_from + 1, ndim):
-      found.append((rows_from, cols_from))
-  return found
+      all_folds.append((rows_from, cols_from))
+  return all_folds
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
-  """Returns the length of the chunks that a dimension is cut into.
+  """Returns the chunk length for a dimension.
 
-  A dimension takes the fewest chunks of up to `chunk_size`, of the length that
-  needs the least padding. Without padding: the largest divisor not above
-  `chunk_size`, however small, which is the rule of the published
-  implementation.
+  A dimension takes the fewest chunks up to `chunk_size` long, with the length
+  that needs the least padding. Without padding: the largest divisor not above
+  `chunk_size`, however small, as in the published implementation.
 
   >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
   [10, 64, 64, 49, 64]
@@ -152,10 +151,10 @@ def chunk_grid(
   padding: bool = True,
   fold: tuple[int, int] | None = None,
 ) -> ChunkGrid:
-  """Returns the grid that cuts the last two dimensions of a folded `shape`.
+  """Returns the grid that cuts the last two folded dimensions.
 
-  `chunk_size` is the longest side of a chunk, or its longest sides along the
-  last two dimensions (of a vector: the second).
+  `chunk_size` is the longest chunk side, or the longest sides along the last
+  two dimensions (for a vector the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   folded = ChunkGrid(shape, (), fold=fold).folded
@@ -168,7 +167,7 @@ def chunk_grid(
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   x = x.reshape(grid.folded)
   x = plain.pad(x, [(0, end) for end in grid.ends])
@@ -179,7 +178,7 @@ def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   return x.reshape(grid.num_chunks, -1)
 
 
-def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+def from_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Undoes `to_chunks`, dropping the padding."""
   x = x.reshape(*grid.folded_counts, *grid.sides)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
@@ -192,7 +191,7 @@ def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
 # Transforming -----------------------------------------------------------------
 
 
-def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
+def transform(x: Array, sides: tuple[int, int], basis: Basis) -> Array:
   """Transforms chunks `[chunks, n]` into coefficients `[chunks, n]`.
 
   Inside a chunk the column frequency is the slow index and the row frequency
@@ -205,7 +204,7 @@ def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   return _apply(x, _matrix(basis, rows).T).reshape(-1, rows * cols)
 
 
-def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
+def inverse(c: Array, sides: tuple[int, int], basis: Basis) -> Array:
   """Undoes `transform`."""
   rows, cols = sides
   c = _apply(c.reshape(-1, cols, rows), _matrix(basis, rows))
@@ -214,15 +213,15 @@ def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
 
 
 # An index into `[batch, rows, cols]`, and a function of `[..., n]`.
-Edge = tuple[tuple[slice | int, ...], Callable[[jax.Array], jax.Array]]
+Edge = tuple[tuple[slice | int, ...], Callable[[Array], Array]]
 
 
-def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+def clear_padding(c: Array, grid: ChunkGrid, basis: Basis) -> Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
   Equals a round trip through the array, but only touches chunks at padded
   edges: the projection along one side is one small matrix. Coefficients are
-  `[chunks, n]`, of one or several arrays with this grid.
+  `[chunks, n]`, from one or several arrays with this grid.
   """
   shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):
@@ -234,7 +233,7 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
   """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  found: list[Edge] = []
+  padded_edges: list[Edge] = []
   for at, axis, length, padding in (
     (np.s_[:, -1], 2, rows, row_padding),
     (np.s_[:, :, -1], 1, cols, col_padding),
@@ -242,25 +241,23 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
     if padding:
       kept = _matrix(basis, length)[:, : length - padding]
       project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
-      found.append((at, project))
-  return found
+      padded_edges.append((at, project))
+  return padded_edges
 
 
 def _multiply(
-  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
-) -> jax.Array:
-  """Multiplies an axis of `[chunks, column frequency, row frequency]`."""
+  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: Array
+) -> Array:
+  """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
   x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
-def to_coefficients(
-  x: jax.Array, grid: ChunkGrid, basis: Basis | None
-) -> jax.Array:
+def to_coefficients(x: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
-  Without a basis the chunks are of elements, as owners of chunks keep them.
+  Without a basis the chunks keep elements, as those that owners have.
   """
   chunks = to_chunks(x, grid)
   if basis is not None and not grid.whole:
@@ -268,9 +265,7 @@ def to_coefficients(
   return chunks.reshape(grid.coefficients_shape)
 
 
-def from_coefficients(
-  c: jax.Array, grid: ChunkGrid, basis: Basis | None
-) -> jax.Array:
+def from_coefficients(c: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
   """Undoes `to_coefficients`, dropping the padding."""
   if basis is not None and not grid.whole:
     c = inverse(c, grid.sides, basis)
@@ -282,18 +277,20 @@ def _matrix(basis: Basis, length: int) -> np.ndarray:
   return basis.matrix(length) if length > 1 else np.eye(1)
 
 
-def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
-  """Returns `x @ matrix` over the last axis, in full precision."""
+def _apply(x: Array, matrix: np.ndarray) -> Array:
+  """Returns `x @ matrix` for `x [chunks, rows, length]`, in full precision."""
   if np.array_equal(matrix, np.eye(len(matrix))):
     return x
-  chunks, *others = x.shape
-  missing = -(-_MIN_ROWS // math.prod(others[:-1])) - chunks
-  if missing > 0:
-    x = plain.pad(x, [(0, missing), *[(0, 0)] * len(others)])
+  chunks, rows, length = x.shape
+  least = -(-_MIN_ROWS // rows)
+  if chunks < least:
+    x = plain.pad_to(x, least, axis=0)
+  flat = x.reshape(-1, length)
   factor = jnp.asarray(matrix, x.dtype)
   if platform.joins_products(x.size):
-    factor = rounding.hidden(factor, x.reshape(-1, x.shape[-1])[:1, :1])
-  flat = x if platform.chunks_in_lanes(len(x)) else x.reshape(-1, x.shape[-1])
+    factor = rounding.hidden(factor, flat[:1, :1])
+  if platform.chunks_in_lanes(len(x)):
+    flat = x
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return product.reshape(x.shape)[:chunks]

@@ -1,4 +1,4 @@
-"""Compressors: a `Selector` of coefficients in a `Basis`, and a value code.
+"""Compressors: a `Selector`, a `Basis` for coefficients, and a value code.
 
 Momentum, error feedback, byte counts and communication are the same for all
 compressors; see `exchange`.
@@ -7,8 +7,10 @@ compressors; see `exchange`.
 import dataclasses
 import math
 import textwrap
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -31,7 +33,7 @@ Content = Literal['chunks', 'whole', 'dense']
 
 @dataclasses.dataclass(frozen=True)
 class LeafChunks:
-  """The chunks and format of a leaf, from its shape and dtype alone."""
+  """A leaf's chunks and format, from its shape and dtype alone."""
 
   grid: ChunkGrid  # of a sharded leaf, one shard's
   format: ChunkFormat
@@ -49,16 +51,24 @@ class LeafChunks:
     return 'dense' if self.format.values in _UNSCALED else 'whole'
 
 
+class _Candidate(NamedTuple):
+  """The chunks after one fold; `rank` orders similar costs."""
+
+  cost: int
+  rank: tuple[bool, int, float, int]
+  chunks: LeafChunks
+
+
 @dataclasses.dataclass(frozen=True)
 class Compressor:
   """Selects from a worker's momentum, and encodes the selection.
 
-  A new selector or basis is a frozen dataclass with the methods of `Selector`
-  or `Basis`. Attributes that are not listed are those of `dct_topk`.
+  A new selector or basis is a frozen dataclass with the methods in `Selector`
+  or `Basis`. `dct_topk` explains the attributes that are not listed.
 
   Attributes:
-    batch_dims: leading dimensions, such as of layers or experts, of which no
-      chunk has more than one entry.
+    batch_dims: leading dimensions, such as layers or experts. No chunk has
+      more than one entry along them.
   """
 
   select: Selector
@@ -73,42 +83,43 @@ class Compressor:
     _checks.check_choice('values', self.values, VALUES)
 
   def chunks(self, shape: tuple[int, ...], dtype: DTypeLike) -> LeafChunks:
-    """Returns the chunks of a leaf, or of one shard, with momentum of `dtype`.
+    """Returns the chunks for a leaf, or one shard, with momentum in `dtype`.
 
-    For an array of more than two dimensions, compares the bytes of all folds
-    `shape[:b] | shape[b:j] | shape[j:]` to a batch of matrices, of `TopK` with
-    `k` of every chunk. Keeps the last two dimensions if they cost at most 5 %
-    more than the cheapest fold. Otherwise takes, of the folds within 5 %, the
-    largest `b`, so that layers and experts stay apart; then the squarest, then
-    the smallest `j`.
+    An array with more than two dimensions is folded to a matrix batch,
+    `shape[:b] | shape[b:j] | shape[j:]`. Compares the bytes of all folds, where
+    `TopK` sends `k` from every chunk. Keeps the last two dimensions if they
+    cost at most 5 % more than the cheapest fold. Otherwise takes, among the
+    folds within 5 %, the largest `b`, so that layers and experts stay apart;
+    then the squarest, then the smallest `j`.
     """
-    name = jnp.dtype(dtype).name
     # A proportional `k` would favour small chunks, which cost little more and
     # have fewer coefficients to select from.
     full_k = self.select
     if isinstance(full_k, selectors.TopK):
       full_k = dataclasses.replace(full_k, per=None)
-    found: list[tuple[int, tuple[bool, int, float, int], LeafChunks]] = []
+    candidates: list[_Candidate] = []
     refused = None
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
       grid = chunking.chunk_grid(
         shape, self.chunk_size, padding=self.padding, fold=fold
       )
-      chunks = self._smallest(grid, name, self.select)
+      chunks = self._smallest(grid, dtype, self.select)
       try:
         self._check(chunks.grid)
       except ValueError as error:
         refused = error
         continue
-      cost = self._smallest(grid, name, full_k).num_bytes
       rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
       ratio = max(rows, cols) / min(rows, cols)
-      found.append((cost, (fold is not None, -b, ratio, j), chunks))
-    if refused is not None and not found:
+      cost = self._smallest(grid, dtype, full_k).num_bytes
+      rank = fold is not None, -b, ratio, j
+      candidates.append(_Candidate(cost, rank, chunks))
+    if refused is not None and not candidates:
       raise refused
-    most = 1.05 * min(cost for cost, *_ in found)
-    return min(x[1:] for x in found if x[0] <= most)[1]
+    most = 1.05 * min(x.cost for x in candidates)
+    cheap = [x for x in candidates if x.cost <= most]
+    return min(cheap, key=lambda x: x.rank).chunks
 
   def _check(self, grid: ChunkGrid) -> None:
     """Raises a `ValueError` if the basis has no matrix for these chunks."""
@@ -125,23 +136,23 @@ class Compressor:
       ) from error
 
   def _smallest(
-    self, grid: ChunkGrid, dtype: str, select: Selector
+    self, grid: ChunkGrid, dtype: DTypeLike, select: Selector
   ) -> LeafChunks:
-    """Returns the selection from the chunks of a grid, or all of the leaf."""
-    n, shape = grid.chunk_size, grid.shape
+    """Returns the selection from the grid's chunks, or the whole leaf."""
+    n, name = grid.chunk_size, jnp.dtype(dtype).name
     k = select.count(n)
     grouped = isinstance(select, selectors.GroupMax) and k < n
     sparse = LeafChunks(
-      grid, ChunkFormat(n, k, dtype, self.values, select.shared, grouped)
+      grid, ChunkFormat(n, k, name, self.values, select.shared, grouped)
     )
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
-      grid = ChunkGrid(shape, shape, whole=True)
+      grid = ChunkGrid(grid.shape, grid.shape, whole=True)
     n = grid.chunk_size
     dense = LeafChunks(
-      grid, ChunkFormat(n, n, dtype, self.values, select.shared)
+      grid, ChunkFormat(n, n, name, self.values, select.shared)
     )
     return sparse if sparse.num_bytes < dense.num_bytes else dense
 
@@ -163,11 +174,11 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-  compressor: CompressorTree, tree: Any
+  compressor: CompressorTree, tree: chex.ArrayTree
 ) -> list[Compressor | Frozen | None]:
-  """Returns the compressor of each leaf of `tree`."""
+  """Returns the compressor for each leaf in `tree`."""
 
-  def is_leaf(x: Any) -> bool:
+  def is_leaf(x: object) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
 
   if _tree.is_function(compressor):
@@ -182,9 +193,12 @@ def per_leaf(
 
 
 def broadcast(
-  prefix: Any, tree: Any, argument: str, is_leaf: Any = None
+  prefix: chex.ArrayTree,
+  tree: chex.ArrayTree,
+  argument: str,
+  is_leaf: Callable[[object], bool] | None = None,
 ) -> list[Any]:
-  """Returns, for each leaf of `tree`, the leaf of a prefix tree above it."""
+  """Returns, for each leaf in `tree`, the prefix leaf above it."""
   # Both may be made of `nnx.state(model)`; messages need not print arrays.
   prefix = _tree.without_variables(prefix)
   tree = jax.tree.map(lambda _: ..., _tree.without_variables(tree))
@@ -199,9 +213,10 @@ def broadcast(
       ' parameters to it: in optax.masked or optax.partition each part of the'
       ' parameters has its own tree.'
     ) from error
-  return [
-    x for x, subtree in zip(leaves, subtrees) for _ in jax.tree.leaves(subtree)
-  ]
+  repeated = []
+  for leaf, subtree in zip(leaves, subtrees):
+    repeated += [leaf] * len(jax.tree.leaves(subtree))
+  return repeated
 
 
 def dct_topk(
@@ -212,70 +227,39 @@ def dct_topk(
   padding: bool = True,
   proportional: bool = True,
 ) -> Compressor:
-  r"""Sends the `topk` largest DCT coefficients of every chunk.
+  """Sends the `topk` largest DCT coefficients in every chunk.
 
-  A leaf of more than two dimensions is folded to a batch of matrices first,
-  where that saves bytes: `[in, heads, size]` to `[in, heads * size]`; see
-  `Compressor.chunks`. Matrices are cut into chunks of at most
-  `chunk_size x chunk_size` (vectors: `chunk_size`), each chunk goes through the
-  separable orthonormal DCT-II
+  Matrices are cut into chunks up to `chunk_size x chunk_size`, vectors into
+  `chunk_size`. What is not sent, and what `values` loses, stays in the momentum
+  and is sent later.
 
-  .. math::
-    c_{uv} = \sum_{xy} D^{(r)}_{ux} D^{(c)}_{vy} m_{xy}, \quad
-    D^{(L)}_{ux} = \sqrt{(2 - [u = 0]) / L}\, \cos \frac{\pi (2x + 1) u}{2L}
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> compressor = demo_optax.dct_topk(64, topk=8, values='sign')
+    >>> compressor.chunks((1024, 4096), jnp.float32).num_bytes
+    14208
 
-  and its `topk` coefficients of largest magnitude are sent. Ties go to the
-  lowest index. The `k` indices of a chunk of `n` coefficients take, in bits,
-  the least of
-
-  .. math::
-    k \lceil \log_2 n \rceil, \quad n, \quad
-    \min_l\; k l + k + \lceil n / 2^l \rceil - 1
-
-  (fixed width; a bit per coefficient; Elias-Fano, within 10 % of
-  :math:`\log_2 \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The
-  values :math:`v` of a chunk are encoded as
-
-  ============ ============== ============== =================================
-  `values`     bits per value bits per chunk decoded as
-  ============ ============== ============== =================================
-  `'float32'`  32 (or 64)     0              :math:`v`, in the momentum's dtype
-  `'bfloat16'` 16             0              :math:`v` rounded to bfloat16
-  `'int8'`     8              16             :math:`s\, \mathrm{round}(v / s)`,
-                                             :math:`s = \max |v| / 127`
-  `'int4'`     4              16             the same, :math:`s = \max |v| / 7`
-  `'sign'`     1              16             :math:`\pm s`,
-                                             :math:`s = \mathrm{mean} |v|`
-  ============ ============== ============== =================================
-
-  with :math:`s` rounded to bfloat16, and levels clipped to their range.
-  Subnormal scales and bfloat16 values (below :math:`2^{-126}`) are decoded as
-  zero, and values are clipped at :math:`2^{126} / n`. Losses stay in the
-  momentum and are sent later. Computation and momentum are float32 (float64 for
-  float64 parameters) with every code.
-
-  If a selection would cost as much as everything in the same value code,
-  everything is sent without indices: float32 and bfloat16 values as the leaf,
-  without a transform; others as all coefficients of all chunks.
+  A leaf with more than two dimensions is folded to a matrix batch where
+  that saves bytes (`Compressor.chunks`). Each chunk goes through the separable
+  orthonormal DCT-II. Its coefficients with the largest magnitudes are sent;
+  ties go to the lowest index. If a selection would cost as much as everything
+  in the same value code, everything is sent without indices.
 
   Args:
     chunk_size: longest side of a chunk, at least 1; or the longest sides along
-      the last two dimensions: `(1, 256)` transforms rows, as one may want it
-      for embeddings.
-    topk: coefficients sent per chunk, at least 1; a chunk with fewer sends all.
-    values: how values travel, see above.
+      the last two dimensions: `(1, 256)` transforms rows, as for embeddings.
+    topk: coefficients sent per chunk, at least 1.
+    values: `'float32'` (32 bits per value, exact), `'bfloat16'` (16), `'int8'`
+      (8, and a scale per chunk), `'int4'` (4, same) or `'sign'` (1, same).
     padding: cut a dimension into as few chunks as possible, the last one
-      padded. False follows the published implementation, which takes the
-      largest divisor, however small, and sends more than the gradient for a
-      prime dimension.
-    proportional: send `topk` of a full chunk, and of a smaller one, such as of
-      a vector, in proportion, rounded up. False: of every chunk, as published.
+      padded. False follows the published code, which takes the largest divisor,
+      however small: it sends more than the gradient for a prime dimension.
+    proportional: send `topk` from a full chunk, and from a smaller one in
+      proportion, rounded up. False: from every chunk, as published.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1. From et al.,
-    `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025, of which `full` is
-    "Full".
+    <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1.
   """
   full_chunk = math.prod(_check_sides(chunk_size))
   select = selectors.TopK(topk, full_chunk if proportional else None)
@@ -283,7 +267,10 @@ def dct_topk(
 
 
 def full() -> Compressor:
-  """Sends all of the momentum: a dense all-reduce, without a transform."""
+  """Sends the whole momentum: a dense all-reduce, without a transform.
+
+  It is "Full" in `DeToNATION <https://arxiv.org/abs/2502.06728>`_.
+  """
   return Compressor(selectors.Everything(), bases.Identity())
 
 

@@ -1,7 +1,7 @@
-"""Buckets: the chunks of one kind, of all leaves, as one array `[rows, n]`.
+"""Buckets: the chunks with one format, from all leaves, as one array.
 
-The program of a step then grows with the kinds of chunks, not with the number
-of leaves. Each leaf has its gradient cut into the bucket, its update out of it.
+A step's program then grows with the formats, not with the leaves. Gradients are
+joined to buckets, and updates are split from them.
 
 A `Layout` maps leaves to buckets. It depends on paths, shapes, dtypes and
 compressors alone, and is made when a step is traced. Its digest is kept in the
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from demo_optax import _tree
 from demo_optax._paths import Keys, dotted, path_keys
@@ -48,12 +49,12 @@ _DENSE_ROW = 128
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-  """All chunks of one kind, `[rows, n]` on each device.
+  """All chunks with one format, `[rows, n]` on each device.
 
   Its `content` is `'chunks'`, transformed; `'whole'`, a leaf in each row,
-  untransformed; or `'dense'`, elements of all leaves in rows, without chunks.
-  Leaves are replicated over the mesh axes `split_axes` inside a worker: each of
-  the `num_devices` along them has a share of the chunks.
+  untransformed; or `'dense'`, elements from all leaves in rows, without chunks.
+  Leaves are replicated over the mesh axes `split_axes` inside a worker. Each
+  device along them, `num_devices` in all, has a share of the chunks.
   """
 
   name: str  # in the state
@@ -75,8 +76,13 @@ class Bucket:
     return -(-rows // self.num_devices)
 
   @property
+  def all_chunks(self) -> int:
+    """Chunks that all devices along `split_axes` send."""
+    return self.num_chunks * self.num_devices
+
+  @property
   def pieces(self) -> int:
-    """Number of equal pieces, on all platforms; CPUs take one at a time."""
+    """Number of equal pieces on all platforms; CPUs take one at a time."""
     if self.content != 'chunks':
       return 1
     return -(-self.num_chunks * self.format.n // platform.PIECE)
@@ -94,7 +100,7 @@ class Bucket:
 
   @property
   def unit(self) -> tuple[int, ...]:
-    """Shape of what sizes and offsets of leaves count: chunks, or elements."""
+    """Shape of what leaf sizes and offsets count: chunks, or elements."""
     return () if self.content == 'dense' else (self.format.n,)
 
   @property
@@ -104,28 +110,27 @@ class Bucket:
 
   @property
   def sent_format(self) -> ChunkFormat:
-    """The format of the chunks that one device sends."""
+    """The format in which one device sends chunks."""
     if self._is_one_chunk:
       return dataclasses.replace(self.format, n=self.size, k=self.size)
     return self.format
 
   @property
   def sent_chunks(self) -> int:
-    """Number of the chunks that one device sends."""
+    """How many chunks one device sends."""
     return 1 if self._is_one_chunk else self.num_chunks
 
   def share(self, num_owners: int) -> 'Bucket':
-    """Returns the bucket of the chunks that one of several owners has."""
+    """Returns the bucket that one among several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
-  def of_device(self, x: jax.Array, device: jax.Array | int) -> jax.Array:
+  def of_device(self, x: Array, device: Array | int) -> Array:
     """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
     start = device * self.num_chunks
-    x = jax.lax.dynamic_slice_in_dim(x, start, self.num_chunks)
-    padding = 0, self.rows - self.num_chunks
-    return plain.pad(x, [padding, *[(0, 0)] * (x.ndim - 1)])
+    own = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
+    return plain.pad_to(own, self.rows, axis=0)
 
-  def strip(self, x: jax.Array, *owners: int) -> jax.Array:
+  def strip(self, x: Array, *owners: int) -> Array:
     """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
 
     Owners with fewer chunks get zero chunks at indices 0..k-1.
@@ -140,7 +145,7 @@ class Bucket:
       x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
     return x[:size].reshape(shape)
 
-  def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
+  def unstrip(self, x: Array, fill: Array | None = None) -> Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
     senders, k = len(x), self.format.k
     x = x.reshape(senders, -1)
@@ -183,7 +188,7 @@ class Leaf:
 
   @property
   def size(self) -> int:
-    """Chunks of one shard; elements, of a dense leaf."""
+    """Chunks of one shard; elements, if dense."""
     assert self.chunks is not None
     is_dense = self.chunks.content == 'dense'
     return self.grid.chunk_size if is_dense else self.grid.num_chunks
@@ -192,8 +197,8 @@ class Leaf:
   def record(self) -> Record:
     """Describes the leaf and its chunks in JSON.
 
-    Records of two leaves are equal if and only if the arrays of their
-    coefficients have the same meaning.
+    Two records are equal if and only if the arrays of coefficients have the
+    same meaning.
     """
     record: Record = {
       'shape': self.shape,
@@ -218,7 +223,7 @@ class Leaf:
 
 
 class Difference(NamedTuple):
-  """A difference between the records of one leaf in two layouts, in words."""
+  """How one leaf's records differ in two layouts, in words."""
 
   name: str
   old: str
@@ -230,23 +235,28 @@ def differences(
   old: Mapping[str, Record], new: Mapping[str, Record]
 ) -> list[Difference]:
   """Compares the records of two layouts, leaf by leaf."""
-  found = []
+  differing = []
   for name in {**old, **new}:
     before, after = old.get(name), new.get(name)
     if before == after:
       continue
-    words = [*zip(_words(before), _words(after)), (str(before), str(after))]
-    (old_array, new_array), (_, new_chunks), *_ = words
-    same_array = old_array == new_array and new_chunks != _NO_MOMENTUM
-    first = next((was, is_now) for was, is_now in words if was != is_now)
-    found.append(Difference(name, *first, same_array))
-  return found
+    old_words, new_words = _in_words(before), _in_words(after)
+    # The first that differs; of equal words, the whole records.
+    said = str(before), str(after)
+    for pair in zip(old_words, new_words):
+      if pair[0] != pair[1]:
+        said = pair
+        break
+    same_array = old_words[0] == new_words[0]
+    is_cut = new_words[1] != _NO_MOMENTUM
+    differing.append(Difference(name, *said, same_array and is_cut))
+  return differing
 
 
 _NO_MOMENTUM = 'no momentum'
 
 
-def _words(record: Record | None) -> tuple[str, str, str]:
+def _in_words(record: Record | None) -> tuple[str, str, str]:
   """Describes the array, its chunks, its compressor."""
   if record is None:
     return 'nothing', _NO_MOMENTUM, 'None'
@@ -263,7 +273,7 @@ def _words(record: Record | None) -> tuple[str, str, str]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
-  """The buckets of a tree of parameters, and the places of its leaves."""
+  """The buckets for a parameter tree, and the places of its leaves."""
 
   # Not hashed, since a step hashes its layout at each call.
   leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
@@ -278,33 +288,24 @@ class Layout:
 
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
-    """Numbers of the leaves in buckets."""
+    """Leaves in buckets, by number."""
     return tuple(i for i, leaf in enumerate(self.leaves) if leaf.bucket >= 0)
 
   @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
-    """Numbers of the leaves that are averaged uncompressed."""
+    """Leaves that are averaged uncompressed, by number."""
     leaves = enumerate(self.leaves)
     return tuple(i for i, leaf in leaves if leaf.compressor is None)
 
   @functools.cached_property
   def digest(self) -> np.ndarray:
-    """Returns uint32 `[4]`, equal for equal places of all leaves."""
-    described = [
-      (
-        leaf.name,
-        leaf.shape,
-        leaf.dtype,
-        leaf.sharding,
-        leaf.chunks,
-        leaf.bucket,
-        leaf.offset,
-      )
-      for leaf in self.leaves
-      if leaf.bucket >= 0
-    ]
+    """Returns uint32 `[4]`, equal if all leaves have equal places."""
+    places = []
+    for i in self.compressed:
+      # The bucket has what is read of the compressor.
+      places.append(dataclasses.replace(self.leaves[i], compressor=None))
     kinds = [(b.basis, b.content, b.split_axes) for b in self.buckets]
-    text = repr((described, kinds)).encode()
+    text = repr((places, kinds)).encode()
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
   @functools.cached_property
@@ -313,91 +314,105 @@ class Layout:
     return {leaf.name: leaf.record for leaf in self.leaves}
 
   def members(self, number: int) -> list[int]:
-    """Returns the numbers of the leaves of a bucket, in their order there."""
-    found = [i for i in self.compressed if self.leaves[i].bucket == number]
-    return sorted(found, key=lambda i: self.leaves[i].offset)
+    """Returns a bucket's leaves, by number, in their order there."""
+    members = [
+      leaf for leaf in self.compressed if self.leaves[leaf].bucket == number
+    ]
+    return sorted(members, key=lambda leaf: self.leaves[leaf].offset)
+
+  def join(self, number: int, chunks: Mapping[int, Array], rows: int) -> Array:
+    """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
+
+    Each leaf has `[chunks, n]`, a dense one `[1, elements]`. Rows after the
+    last leaf are zeros.
+    """
+    bucket = self.buckets[number]
+    parts = [chunks[i].reshape(-1, *bucket.unit) for i in self.members(number)]
+    length = rows * bucket.format.n // math.prod(bucket.unit)
+    missing = length - sum(map(len, parts))
+    if missing:
+      parts.append(jnp.zeros_like(parts[0], shape=(missing, *bucket.unit)))
+    if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
+      joined = jnp.concatenate(parts)
+    else:
+      joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
+      start = 0
+      for part in parts:
+        joined = lax.dynamic_update_slice_in_dim(joined, part, start, 0)
+        start += len(part)
+    return joined.reshape(rows, bucket.format.n)
+
+  def split(self, number: int, rows: Array) -> dict[int, Array]:
+    """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
+    units = rows.reshape(-1, *self.buckets[number].unit)
+    chunks = {}
+    for i in self.members(number):
+      leaf = self.leaves[i]
+      end = leaf.offset + leaf.size
+      of_leaf = lax.slice_in_dim(units, leaf.offset, end)
+      chunks[i] = of_leaf.reshape(-1, leaf.grid.chunk_size)
+    return chunks
 
   def fill(
     self,
     number: int,
-    arrays: Mapping[int, jax.Array],
-    device: jax.Array | int,
-  ) -> jax.Array:
-    """Packs leaves into their bucket, `[rows, n]`, with zeros in the padding.
+    shards: Mapping[int, Array],
+    device: Array | int,
+  ) -> Array:
+    """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
-    Takes one shard per leaf, by leaf number, and the number of this device
-    along the bucket's `split_axes`.
+    `device` is this device's number along the bucket's `split_axes`.
     """
     bucket = self.buckets[number]
-    parts = []  # [chunks, n] of each leaf; [elements], if dense
+    chunks = {}
     for i in self.members(number):
-      x = arrays[i].astype(bucket.format.dtype)
-      chunks = chunking.to_chunks(x, self.leaves[i].grid)
-      parts.append(chunks.reshape(-1, *bucket.unit))
-    rows = bucket.rows
-    if bucket.num_devices > 1:
-      rows = bucket.num_chunks * bucket.num_devices
-    n = bucket.format.n
-    length = rows * n // math.prod(bucket.unit)
-    if missing := length - sum(map(len, parts)):
-      parts.append(jnp.zeros_like(parts[0], shape=(missing, *bucket.unit)))
-    if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
-      filled = jnp.concatenate(parts)
-    else:
-      filled = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
-      start = 0
-      for part in parts:
-        filled = jax.lax.dynamic_update_slice_in_dim(filled, part, start, 0)
-        start += len(part)
-    filled = filled.reshape(rows, n)
+      shard = shards[i].astype(bucket.format.dtype)
+      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid)
     if bucket.num_devices == 1:
-      return filled
-    return bucket.of_device(filled, device)
+      return self.join(number, chunks, bucket.rows)
+    of_all = self.join(number, chunks, bucket.all_chunks)
+    return bucket.of_device(of_all, device)
 
-  def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
-    """Cuts the shards of leaves, by number, out of their bucket.
-
-    `chunks` are `[rows, n]`, of all devices along `split_axes`.
-    """
-    chunks = chunks.reshape(-1, *self.buckets[number].unit)
-    found = {}
-    for i in self.members(number):
-      leaf = self.leaves[i]
-      x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
-      found[i] = chunking.from_chunks(x, leaf.grid)
-    return found
+  def cut(self, number: int, rows: Array) -> dict[int, Array]:
+    """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
+    shards = {}
+    for i, chunks in self.split(number, rows).items():
+      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid)
+    return shards
 
   def clear_padding(
     self,
     number: int,
-    coefficients: jax.Array,
-    device: jax.Array | int,
-    valid: jax.Array,
-  ) -> jax.Array:
+    coefficients: Array,
+    device: Array | int,
+    valid: Array,
+  ) -> Array:
     """Projects coefficients `[rows, n]` onto leaves with zero padding.
 
     Skipped unless `valid`: projecting twice changes the last bits, and the
     momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
-    in_order = [self.leaves[i] for i in self.members(number)]
-    for grid, same in itertools.groupby(in_order, lambda leaf: leaf.grid):
-      leaves = list(same)
+    # First and last chunk of each grid, whose leaves are next to each other.
+    spans: dict[ChunkGrid, tuple[int, int]] = {}
+    for i in self.members(number):
+      leaf = self.leaves[i]
+      start, _ = spans.get(leaf.grid, (leaf.offset, 0))
+      spans[leaf.grid] = start, leaf.offset + leaf.size
+    for grid, (start, stop) in spans.items():
       if not any(grid.ends):
         continue
-      start = leaves[0].offset
-      stop = start + len(leaves) * grid.num_chunks
       if bucket.num_devices == 1:
-        old = jax.lax.slice_in_dim(coefficients, start, stop)
+        old = lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        coefficients = jax.lax.dynamic_update_slice_in_dim(
+        coefficients = lax.dynamic_update_slice_in_dim(
           coefficients, plain.where(valid, projected, old), start, 0
         )
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.
       for at, project in chunking.edges(grid, bucket.basis):
-        flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
+        flags = np.zeros(bucket.all_chunks, bool)
         flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
         at_edge = bucket.of_device(jnp.asarray(flags), device)
         coefficients = plain.where(
@@ -440,7 +455,7 @@ def make_layout(
 def _empty_bucket(
   compressor: Compressor, chunks: LeafChunks, split: Mapping[str, int]
 ) -> Bucket:
-  """Returns the bucket of a leaf, still without name and size."""
+  """Returns a leaf's bucket, still without name and size."""
   chunk_format, sides = chunks.format, chunks.grid.sides
   if chunks.content == 'dense':  # its rows come later
     chunk_format = dataclasses.replace(chunk_format, n=1, k=1)

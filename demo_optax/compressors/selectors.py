@@ -1,4 +1,4 @@
-"""Selectors: choose the coefficients of every chunk to send.
+"""Selectors: choose the coefficients to send from every chunk.
 
 `RandomSubset`, `Striding` and `Slicing` are "Random", "Striding" and "Slicing"
 of From et al., DeToNATION, arXiv:2502.06728.
@@ -11,32 +11,33 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax import _checks
 from demo_optax.numerics import groups, topk
 
 
 class Selector(Protocol):
-  """Selects `count(n)` of the `n` coefficients of every chunk.
+  """Selects `count(n)` out of `n` coefficients in every chunk.
 
   Implement it as a frozen dataclass: selectors are compared and hashed.
 
   Attributes:
     shared: whether all workers select the same indices. Then no indices are
       sent and values are summed. The indices may depend on the step and the
-      length of a chunk alone: the selector is called with one chunk of zeros.
+      chunk length alone: the selector is called with one chunk of zeros.
   """
 
   shared: ClassVar[bool]
 
   def count(self, n: int) -> int:
-    """Returns how many of `n` coefficients are selected, 1 to `n`."""
+    """Returns how many coefficients are selected, 1 to `n`."""
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the selected indices of `coefficients [chunks, n]`.
+  def __call__(self, coefficients: Array, step: Array) -> Array:
+    """Returns the indices selected from `coefficients [chunks, n]`.
 
-    These are momentum that includes the new gradient; `step`, int32 `[]`, is
-    the number of exchanges so far. Indices are integers `[chunks, count(n)]`,
+    These are momentum that includes the new gradient; `step`, int32 `[]`,
+    counts the exchanges so far. Indices are integers `[chunks, count(n)]`,
     distinct within a chunk, in any order; negative ones count from its end. An
     index outside the chunk reads NaN and so excludes the worker.
     """
@@ -44,12 +45,12 @@ class Selector(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-  """The `k` coefficients of largest magnitude; ties go to the lowest index.
+  """The `k` coefficients with the largest magnitudes, among equals the first.
 
   Attributes:
     k: at least 1; a chunk with fewer sends all.
     per: coefficients in a full chunk. A smaller chunk sends its share of `k`,
-      rounded up: `ceil(k n / per)` of `n`. None: every chunk sends `k`.
+      rounded up: `ceil(k n / per)`. None: every chunk sends `k`.
   """
 
   shared: ClassVar[bool] = False
@@ -62,21 +63,22 @@ class TopK:
       _checks.check_positive('per', self.per)
 
   def count(self, n: int) -> int:
-    """Returns how many of `n` coefficients are selected."""
+    """Returns how many coefficients are selected."""
     per = self.per or n
     return min(-(-self.k * min(n, per) // per), n)
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     del step
     return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupMax:
-  """The coefficient of largest magnitude in each of `k` groups of a chunk.
+  """The coefficient with the largest magnitude in each group.
 
-  Group g has the coefficients g, g + k, g + 2k, ... An index takes
-  `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
+  A chunk has `k` groups: group g has the coefficients g, g + k, g + 2k, ... An
+  index takes `ceil(log2(ceil(n / k)))` bits, 6 for 64 out of 4096, where `TopK`
+  takes 7.98. For
   GPUs and TPUs: nothing is sorted, and TPUs scatter and gather nothing. Losses
   are near those of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a
   group').
@@ -94,7 +96,7 @@ class GroupMax:
   def count(self, n: int) -> int:
     return min(self.k, n)
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     del step
     k = self.count(coefficients.shape[1])
     return groups.indices(groups.largest(coefficients, k))
@@ -124,12 +126,12 @@ class _Share:
 class RandomSubset(_Share):
   """A random share of the coefficients, the same on all workers.
 
-  All workers draw the same places in all chunks of one size, from `seed` and
-  the number of exchanges. No index is sent, and an all-reduce averages the
+  All workers draw the same places in all chunks with one size, from `seed` and
+  the step. No index is sent, and an all-reduce averages the
   values: received bytes do not grow with the number of workers.
 
   Attributes:
-    rate: sends `ceil(rate * n)` of `n` coefficients; in (0, 1].
+    rate: sends `ceil(rate * n)` coefficients; in (0, 1].
     seed: 0 or more; the same on all workers.
   """
 
@@ -139,7 +141,7 @@ class RandomSubset(_Share):
     super().__post_init__()
     _checks.check_positive('seed', self.seed, 0)
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     n = coefficients.shape[1]
     key = jax.random.fold_in(jax.random.key(self.seed), step)
     return jax.random.permutation(key, n)[None, : self.count(n)]
@@ -149,7 +151,7 @@ class RandomSubset(_Share):
 class Striding(_Share):
   """As `RandomSubset`, with equal distances, shifted by one at every step."""
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     n = coefficients.shape[1]
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
@@ -160,7 +162,7 @@ class Striding(_Share):
 class Slicing(_Share):
   """As `RandomSubset`, with consecutive places, the next ones at every step."""
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     n = coefficients.shape[1]
     k = self.count(n)
     # A table, since a product could overflow int32.
@@ -178,6 +180,6 @@ class Everything:
   def count(self, n: int) -> int:
     return n
 
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+  def __call__(self, coefficients: Array, step: Array) -> Array:
     del step
     return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]

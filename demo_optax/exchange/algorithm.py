@@ -273,13 +273,18 @@ def run(
   inner = [leaves[i].sharding.spec for i in exchanged]
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
-  updates, state, metrics = lift.run(
+  mapped = lift.map_over(
     workers,
     one_worker,
-    ([gradients[i] for i in exchanged], state, hyper),
-    ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
+    (
+      [Spec(stacked, spec) for spec in inner],
+      buckets,
+      jax.tree.map(lambda _: same, hyper),
+    ),
     ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
+  own = [gradients[i] for i in exchanged]
+  updates, state, metrics = mapped(own, state, hyper)
   # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
     lift.reshard(workers, u, leaves[i].sharding.given)

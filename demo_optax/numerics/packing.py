@@ -1,12 +1,13 @@
-"""Packs numbers of a few bits, finds the places of ones, digests arrays."""
+"""Packs numbers with a few bits, finds ones, digests arrays."""
 
 import functools
-import math
-from typing import Any
+from types import ModuleType
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.numerics import plain
 
@@ -14,49 +15,50 @@ _WORD = 32
 
 
 def packed_words(count: int, width: int) -> int:
-  """Returns the words of 32 bits that `count` numbers of `width` bits take."""
+  """Returns the words that `count` numbers with `width` bits take."""
   return sum(-(-count * part // _WORD) for part in _parts(width))
 
 
-def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
-  """Packs numbers below `2**width` into words of 32 bits.
+def pack_bits(numbers: Array, width: int) -> Array:
+  """Packs numbers below `2**width`, 1 to 32 bits, into uint32 words.
 
-  Takes uint32 `[..., count]`; returns `[..., packed_words(count, width)]`.
-  `width` is 0 to 32. A number is cut into parts of 16, 8, 4, 2 or 1 bits, the
-  lowest bits first: 7 bits are parts of 1, 2 and 4. The parts of one size are
-  packed in planes: with W words, bits `j part` to `(j + 1) part` of word w are
-  those of number `j W + w`. So every operation reads long rows of neighbours.
+  Takes uint32 `[messages, count]`; returns `[messages, words]`. A number is cut
+  into parts with 16, 8, 4, 2 or 1 bits, the lowest bits first: 7 bits into 1, 2
+  and 4. Parts with one size are packed in planes: in W words, bits `j part` to
+  `(j + 1) part` of word w are those of number `j W + w`. So every operation
+  reads long rows.
   """
-  *batch, count = numbers.shape
+  messages, count = numbers.shape
   planes, start = [], 0
   for part in _parts(width):
-    in_word = _WORD // part
-    words = -(-count // in_word)
-    x = numbers >> jnp.uint32(start) if start else numbers
+    per_word = _WORD // part
+    words = -(-count // per_word)
+    x = numbers
+    if start:
+      x >>= jnp.uint32(start)
     x &= jnp.uint32(2**part - 1)
-    missing = words * in_word - count
-    x = plain.pad(x, [(0, 0)] * len(batch) + [(0, missing)])
-    x = x.reshape(*batch, in_word, words)
-    shifted = x << _places(part, len(batch))
-    planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
+    # [messages, numbers of a word, words]
+    x = plain.pad_to(x, per_word * words).reshape(messages, per_word, words)
+    shifted = x << _first_bits(part)
+    planes.append(jnp.sum(shifted, axis=1, dtype=jnp.uint32))
     start += part
-  if not planes:
-    return jnp.zeros((*batch, 0), jnp.uint32)
-  return jnp.concatenate(planes, axis=-1)
+  return jnp.concatenate(planes, axis=1)
 
 
-def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
-  """Undoes `pack_bits`; returns uint32 `[..., count]`."""
-  batch = words.shape[:-1]
-  numbers = jnp.zeros((*batch, count), jnp.uint32)
+def unpack_bits(words: Array, count: int, width: int) -> Array:
+  """Undoes `pack_bits`; returns uint32 `[messages, count]`."""
+  messages = len(words)
+  numbers = jnp.zeros((messages, count), jnp.uint32)
   first = start = 0
   for part in _parts(width):
-    size = packed_words(count, part)
-    plane = words[..., None, first : first + size]
-    x = (plane >> _places(part, len(batch))) & jnp.uint32(2**part - 1)
-    x = x.reshape(*batch, -1)[..., :count]
-    numbers |= x << jnp.uint32(start) if start else x
-    first, start = first + size, start + part
+    last = first + packed_words(count, part)
+    plane = words[:, None, first:last]
+    x = (plane >> _first_bits(part)) & jnp.uint32(2**part - 1)
+    x = x.reshape(messages, -1)[:, :count]
+    if start:
+      x <<= jnp.uint32(start)
+    numbers |= x
+    first, start = last, start + part
   return numbers
 
 
@@ -66,41 +68,39 @@ def _parts(width: int) -> list[int]:
   return [power for power in powers if width & power]
 
 
-def _places(part: int, batch: int) -> np.ndarray:
-  """Returns the first bits of parts in a word, uint32 `[..., 32 / part, 1]`."""
-  places = np.arange(0, _WORD, part, dtype=np.uint32)
-  return places.reshape(*(1,) * batch, -1, 1)
+def _first_bits(part: int) -> np.ndarray:
+  """Returns where parts begin in a word, uint32 `[1, 32 / part, 1]`."""
+  return np.arange(0, _WORD, part, dtype=np.uint32)[None, :, None]
 
 
-def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
-  """Returns the places of the first `k` ones of bool `[..., size]`, ascending.
+def places_of_ones(ones: Array, k: int) -> Array:
+  """Returns the places of the first `k` ones in rows, bool `[rows, size]`.
 
-  Counts ones per word of 32 bits to find the word of the j-th one, then halves
-  that word five times. All operations are vectorised, without sort or scatter.
-  Returns int32 `[..., k]`, padded with `size` if there are fewer ones.
+  Counts ones per 32 bits to find the word with the j-th one, then halves that
+  word five times. All operations are vectorised, without sort or scatter.
+  Returns int32 `[rows, k]`, ascending, `size` where there are fewer ones.
   """
-  *batch, size = ones.shape
-  rows = math.prod(batch)
-  ones = plain.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
-  ones = ones.reshape(rows, -1, _WORD)  # [rows, words, bits]
-  bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
-  words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
-  number = words.shape[1]
+  rows, size = ones.shape
+  number = -(-size // _WORD)
+  # [rows, words, bits]
+  bits = plain.pad_to(ones, number * _WORD).reshape(rows, number, _WORD)
+  shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
+  words = jnp.sum(bits.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
   counts = jax.lax.population_count(words).astype(jnp.int32)
-  # Cumulative ones by the end of each word.
+  # Ones up to the end of each word: a product with a triangle of ones.
   order = jnp.arange(number, dtype=jnp.int32)
-  until = (order[:, None] >= order[None])[None].astype(jnp.int32)
-  until = jnp.sum(until * counts[:, None], axis=2, dtype=jnp.int32)
+  triangle = (order[:, None] >= order[None])[None].astype(jnp.int32)
+  until = jnp.sum(triangle * counts[:, None], axis=2, dtype=jnp.int32)
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)
   before = jnp.max(plain.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
-  found = _WORD * word + _place_in_word(within, rank - before)
-  return plain.where(word < number, found, size).reshape(*batch, k)
+  places = _WORD * word + _place_in_word(within, rank - before)
+  return plain.where(word < number, places, size)
 
 
-def take(x: jax.Array, places: jax.Array) -> jax.Array:
+def take(x: Array, places: Array) -> Array:
   """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.
@@ -110,13 +110,13 @@ def take(x: jax.Array, places: jax.Array) -> jax.Array:
   )
 
 
-def row_numbers(places: jax.Array) -> jax.Array:
+def row_numbers(places: Array) -> Array:
   """Returns int32 `[rows, 1]`, to index with `places [rows, k]`."""
   return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
 
 
-def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
-  """Returns the place of the `rank`-th one in uint32 `words`, which have it."""
+def _place_in_word(words: Array, rank: Array) -> Array:
+  """Returns where the `rank`-th one is in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
@@ -127,12 +127,14 @@ def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
   return place
 
 
-def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
-  """Returns the part of a digest from one block of an array, uint32 `[2]`.
+def digest_block(
+  x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+) -> chex.Array:
+  """Returns the part of a digest from one block, uint32 `[2]`.
 
-  The block has the first element `start` of an array of `shape`. Sums over its
-  words x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block
-  is digested by NumPy, in parts that fit the caches.
+  The block begins at `start` in an array with this `shape`. Sums over its words
+  x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block is
+  digested by NumPy, in parts that fit the caches.
   """
   if not isinstance(x, np.ndarray):
     return _digest_on_device(x, start, shape)
@@ -144,30 +146,35 @@ def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
   step = max(1, _AT_ONCE * x.shape[axis] // x.size)
   total = np.zeros(2, np.uint32)
   for first in range(0, x.shape[axis], step):
-    at = start + first * (np.arange(x.ndim) == axis)
+    begin = start.copy()
+    begin[axis] += first
     part = x[(slice(None),) * axis + (slice(first, first + step),)]
-    total += digest_block(part, at, shape)
+    total += digest_block(part, begin, shape)
   return total
 
 
 _AT_ONCE = 2**16  # elements that NumPy digests
 
 
-def _digest(xp: Any, x: Any, start: Any, shape: tuple[int, ...]) -> Any:
+def _digest(
+  xp: ModuleType, x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+) -> chex.Array:
   words = _words(x)  # u32[*block, words of an element]
   place = xp.zeros((1,) * words.ndim, xp.uint32)
-  for d, length in enumerate((*shape, words.shape[-1])):
-    along = xp.arange(words.shape[d], dtype=xp.uint32)
-    if d < len(shape):
-      along = along + start[d]
-    along = along.reshape([-1 if i == d else 1 for i in range(words.ndim)])
-    place = place * xp.uint32(length) + along
+  for dim, length in enumerate((*shape, words.shape[-1])):
+    along = xp.arange(words.shape[dim], dtype=xp.uint32)
+    if dim < len(shape):
+      along = along + start[dim]
+    ones = [1] * words.ndim
+    ones[dim] = -1
+    place = place * xp.uint32(length) + along.reshape(ones)
   weighted = words * (place * xp.uint32(2) + xp.uint32(1))
   mixed = words + place * xp.uint32(0x9E3779B9)
   mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
   mixed = mixed ^ (mixed >> xp.uint32(16))
-  return xp.stack([xp.sum(y, dtype=xp.uint32) for y in (weighted, mixed)])
+  sums = xp.sum(weighted, dtype=xp.uint32), xp.sum(mixed, dtype=xp.uint32)
+  return xp.stack(sums)
 
 
 _digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
@@ -176,7 +183,7 @@ _digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
 _NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
 
 
-def _words(x: Any) -> Any:
+def _words(x: chex.Array) -> chex.Array:
   """Returns the bits of an array as uint32 `[*shape, n]`."""
   # Bits below a byte are not addressable; float32 is exact.
   if x.dtype.name.startswith(_NARROW):

@@ -1,7 +1,7 @@
-"""Functions of `jax.numpy` as single operations.
+"""Functions as in `jax.numpy`, each a single operation.
 
 There each is a jit, traced, batched and lowered as a function: a fifth of the
-time that an exchange takes to trace.
+tracing time.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.numerics import platform
 
 
-def where(condition: jax.Array, x: chex.Numeric, y: chex.Numeric) -> jax.Array:
-  """As `jnp.where`, in the dtype of `x`, or of `y` if `x` is a number."""
+def where(condition: Array, x: chex.Numeric, y: chex.Numeric) -> Array:
+  """As `jnp.where`, in the dtype of `x`, or `y`'s if `x` is a number."""
   like = x if hasattr(x, 'dtype') else y
   shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
   x = jnp.broadcast_to(jnp.asarray(x, like.dtype), shape)
@@ -24,17 +25,24 @@ def where(condition: jax.Array, x: chex.Numeric, y: chex.Numeric) -> jax.Array:
   return jax.lax.select(condition, x, y)
 
 
-def every(flags: Sequence[jax.Array]) -> jax.Array:
+def every(flags: Sequence[Array]) -> Array:
   """Returns where all flags hold."""
   x = jnp.stack(flags)
   return jnp.sort(x, 0)[0] if platform.sorts_flags() else x.all(0)
 
 
 def pad(
-  x: jax.Array, widths: Sequence[tuple[int, int]], value: chex.Numeric = 0
-) -> jax.Array:
+  x: Array, widths: Sequence[tuple[int, int]], value: chex.Numeric = 0
+) -> Array:
   """As `jnp.pad` with a constant value; nothing if nothing is added."""
   if not any(map(any, widths)):
     return x
   ends = [(before, after, 0) for before, after in widths]
   return jax.lax.pad(x, jnp.asarray(value, x.dtype), ends)
+
+
+def pad_to(x: Array, length: int, axis: int = -1) -> Array:
+  """Pads the end of an axis with zeros, up to a length."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = 0, length - x.shape[axis]
+  return pad(x, widths)

@@ -1,10 +1,10 @@
-"""Chooses between forms of one operation, by shape and platform.
+"""Chooses how to write an operation, by shape and platform.
 
 Only this module decides, from static shapes and from the platform that a step
-runs on. A platform chooses operations, never the layout of a state, the bytes
-of a message, a digest or a checkpoint. The reasons are measurements on CPUs
+runs on. A platform chooses operations, never a layout, a message, a digest or a
+checkpoint. The reasons are measurements on CPUs
 (`benchmarks/README.md`, 'A step') and programs compiled for GPUs and TPUs.
-Updates of two forms may differ in their last bits.
+Updates may then differ in their last bits.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ _running: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 def of(mesh: Any = None) -> str:
   """Returns the platform that a step runs on: 'cpu', 'gpu' or 'tpu'.
 
-  In this order: that of `running_on`, the devices of the workers' `mesh`, the
-  mesh being traced for, `jax.default_device`, the backend.
+  In this order: the name in `running_on`, the workers' `mesh`, the mesh being
+  traced for, `jax.default_device`, the backend.
   """
   name = _running.get() or _platform_of(mesh)
   return 'gpu' if name in ('cuda', 'rocm') else name
@@ -43,8 +43,8 @@ def of(mesh: Any = None) -> str:
 def _platform_of(mesh: Any) -> str:
   # Also of an ahead-of-time topology, which has no devices here.
   own = getattr(mesh, 'abstract_mesh', None)
-  for found in (own, jax.sharding.get_abstract_mesh()):
-    if (device := getattr(found, 'abstract_device', None)) is not None:
+  for abstract_mesh in (own, jax.sharding.get_abstract_mesh()):
+    if (device := getattr(abstract_mesh, 'abstract_device', None)) is not None:
       return device.platform
   if mesh is not None:
     return mesh.devices.flat[0].platform
@@ -65,30 +65,33 @@ def running_on(name: str) -> Iterator[None]:
 
 
 def num_pieces(pieces: int, elements: int) -> int:
-  """Returns in how many parts a bucket of `pieces` is handled.
+  """Returns in how many parts a bucket with `pieces` is handled.
 
-  CPUs take the pieces, of which each fits the caches. TPUs take as few parts as
+  CPUs take the pieces, each of which fits the caches. TPUs take as few parts as
   fit their memory for vectors. GPUs prefer few large operations.
   """
-  if of() == 'cpu':
-    return pieces
-  most = elements if of() == 'gpu' else _PART
-  parts = (p for p in range(1, pieces + 1) if pieces % p == 0)
-  return next(p for p in parts if elements <= p * most or p == pieces)
+  if of() != 'tpu':
+    return pieces if of() == 'cpu' else 1
+  for parts in range(1, pieces):
+    if pieces % parts == 0 and elements <= parts * _PART:
+      return parts
+  return pieces
 
 
-def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
-  """Returns the size of groups for `top_k_of_groups`, and whether to count.
+def top_k_tiles(elements: int, n: int, k: int) -> tuple[int, bool]:
+  """Returns the tile size for `top_k_of_tiles`, and whether to count.
 
-  A size of 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
+  Size 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
   takes three to five times as long as counting `n / 8` maxima and `8 k`
   candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
-  all pairs of a chunk, and groups of groups leave few. XLA:TPU has a kernel,
-  and would pad groups to 128.
+  all pairs in a chunk, and tiles within tiles leave few. XLA:TPU has a kernel,
+  and would pad tiles to 128.
   """
+  by_counting = of() == 'cpu'
   size, share = {'cpu': (8, 32), 'gpu': (4, 8)}.get(of(), (1, n))
-  large = elements > _SMALL and n % size == 0 and n >= share * k
-  return size if large else 1, of() == 'cpu'
+  if elements <= _SMALL or n % size or n < share * k:
+    return 1, by_counting
+  return size, by_counting
 
 
 def chunks_in_lanes(chunks: int) -> bool:
@@ -105,7 +108,9 @@ def laid_out(x: jax.Array, *, in_lanes: bool) -> jax.Array:
   """Returns chunks `[rows, ...]` in lanes, or in rows as programs take them."""
   if not chunks_in_lanes(len(x)):
     return x
-  order = (*range(1, x.ndim), 0) if in_lanes else tuple(range(x.ndim))
+  order = tuple(range(x.ndim))
+  if in_lanes:
+    order = (*order[1:], 0)
   return with_layout_constraint(x, Layout(order))
 
 
@@ -120,7 +125,7 @@ def concatenates(chunk_rows: int) -> bool:
 
 
 def loop_to_keep(elements: int) -> bool:
-  """Returns whether a zero-or-one-trip loop replaces a select of momentum.
+  """Returns whether a zero-or-one-trip loop replaces a select on momentum.
 
   XLA:CPU fuses a select into each use, computes it three times, and copies
   momentum. For few elements that costs less than compiling the loop. On GPUs
@@ -137,8 +142,8 @@ def unrolled(workers: int) -> int:
 def count_by_comparison(sent: int) -> bool:
   """Returns whether senders are counted by comparing places.
 
-  For accelerators few comparisons cost less than writing a count for
-  every coefficient, most of them zero. CPUs write it in the caches.
+  On accelerators few comparisons cost less than writing a count for every
+  coefficient, mostly zeros. CPUs write it in the caches.
   """
   return of() != 'cpu' and sent <= 512
 
@@ -149,7 +154,7 @@ def one_payload_at_a_time(elements: int) -> bool:
 
 
 def by_product() -> bool:
-  """Returns whether selections are written as products of one-hot matrices.
+  """Returns whether selections are written as products with one-hot matrices.
 
   TPUs execute gathers and scatters serially, after a sort.
   """

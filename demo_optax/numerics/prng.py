@@ -5,13 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 # Folded in before a worker's number.
 _WORKERS = 0x0DE30
 
 
 def is_key_array(x: Any) -> bool:
-  """Returns whether `x` is an array of typed PRNG keys, of any rank."""
+  """Returns whether `x` is an array with typed PRNG keys, any rank."""
   dtype = getattr(x, 'dtype', None)
   return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -21,10 +22,10 @@ def is_legacy_key(x: Any) -> bool:
   return getattr(x, 'dtype', None) == np.uint32 and np.shape(x) == (2,)
 
 
-def fold(key: jax.Array, index: jax.Array) -> jax.Array:
+def fold(key: Array, index: Array) -> Array:
   """Folds a worker's number into a key, or into each key of an array."""
 
-  def one(key: jax.Array) -> jax.Array:
+  def one(key: Array) -> Array:
     # fold_in(key, i) alone equals split(key, n)[i], which users may hold.
     return jax.random.fold_in(jax.random.fold_in(key, _WORKERS), index)
 

@@ -6,9 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 
-def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
+def mul_no_fma(weight: chex.Numeric, x: Array) -> Array:
   """Returns `weight * x` in the dtype of `x`, rounded before it is used.
 
   Compilers may contract a product and a sum into one operation with a single
@@ -22,7 +23,7 @@ def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   return hidden(jnp.asarray(weight, x.dtype) * x, x)
 
 
-def hidden(x: jax.Array, like: jax.Array) -> jax.Array:
+def hidden(x: Array, like: Array) -> Array:
   """Returns `x` so that compilers do not know its value or where it is from.
 
   `like` must broadcast with `x`. Where it is NaN, the last bit of `x` flips.
@@ -33,7 +34,7 @@ def hidden(x: jax.Array, like: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, like.dtype)
 
 
-def exact_reciprocal(count: jax.Array, most: int, dtype: Any) -> jax.Array:
+def exact_reciprocal(count: Array, most: int, dtype: Any) -> Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 
   Looked up, since compilers divide in one program and multiply in another.

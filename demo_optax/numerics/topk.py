@@ -6,8 +6,8 @@ Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 from types import ModuleType
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
 from demo_optax.numerics import groups, one_hot, packing, plain, platform
 from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
@@ -15,8 +15,8 @@ from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
 Average = Literal['senders', 'workers']
 
 
-def top_k(coefficients: jax.Array, k: int) -> jax.Array:
-  """Returns the indices of the `k` largest magnitudes in each chunk, ascending.
+def top_k(coefficients: Array, k: int) -> Array:
+  """Returns where the `k` largest magnitudes are in each chunk, ascending.
 
   Ties go to the lowest index, so that the selection depends on the values
   alone, on every backend. Returns int32 `[chunks, k]`; `k` is at most `n`.
@@ -26,44 +26,45 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   Array([[1, 3]], dtype=int32)
   """
   magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
-  size, by_counting = platform.groups_of(magnitudes.size, n, k)
+  size, by_counting = platform.top_k_tiles(magnitudes.size, n, k)
   if size == 1:
-    return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
-  return top_k_of_groups(magnitudes, k, size, by_counting)
+    return jnp.sort(lax.top_k(magnitudes, k)[1].astype(jnp.int32))
+  return top_k_of_tiles(magnitudes, k, size, by_counting)
 
 
-def top_k_of_groups(
-  magnitudes: jax.Array, k: int, size: int, by_counting: bool
-) -> jax.Array:
-  """As `top_k`, within the `k` groups of `size` with the largest maxima.
+def top_k_of_tiles(
+  magnitudes: Array, k: int, size: int, by_counting: bool
+) -> Array:
+  """As `top_k`, within the `k` tiles with the largest maxima.
 
-  Returns the indices of `lax.top_k`, ties included. Suppose one of those were
-  in a group not chosen. Each chosen group would hold a larger value, or an
-  equal one at a lower index. `magnitudes` are `[chunks, n]`, without negative
-  numbers and NaN; `size` is a power of 2 that divides `n`, and `k` at most
-  `n / size`.
+  Returns the indices of `lax.top_k`, ties included. Suppose one among them were
+  in a tile not chosen. Each chosen tile would hold a larger value, or an equal
+  one at a lower index. `magnitudes` are `[chunks, n]`, without negative numbers
+  and NaN; `size` is a power of two that divides `n`; `k` at most `n / size`.
   """
   chunks, n = magnitudes.shape
+  largest = _largest if by_counting else top_k  # in tiles again
+  keys = magnitudes
   if by_counting:
     # Numbers that are not negative sort like their bits.
-    bits = jnp.int64 if magnitudes.dtype.itemsize == 8 else jnp.int32
-    keys = jax.lax.bitcast_convert_type(magnitudes, bits)
+    bits = jnp.int64 if keys.dtype.itemsize == 8 else jnp.int32
+    keys = lax.bitcast_convert_type(keys, bits)
+  tiles = keys.reshape(chunks, n // size, size)
+  if by_counting:
     maxima = keys
     while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
       maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   else:
-    keys = magnitudes
-    maxima = jnp.max(keys.reshape(chunks, n // size, size), axis=2)
-  largest = _largest if by_counting else top_k  # in groups again
-  groups = largest(maxima, k)  # ascending: of equals the first must be chosen
-  candidates = packing.take(keys.reshape(chunks, n // size, size), groups)
-  found = largest(candidates.reshape(chunks, k * size), k)
-  group = packing.take(groups, found >> (size.bit_length() - 1))
-  return group * size + (found & (size - 1))
+    maxima = jnp.max(tiles, axis=2)
+  chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
+  candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
+  places = largest(candidates, k)
+  tile = packing.take(chosen, places >> (size.bit_length() - 1))
+  return tile * size + (places & (size - 1))
 
 
-def _largest(keys: jax.Array, k: int) -> jax.Array:
-  """Returns the ascending places of the `k` largest; of equals, the first."""
+def _largest(keys: Array, k: int) -> Array:
+  """Returns where the `k` largest are, ascending; among equals the first."""
   n = keys.shape[1]
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
@@ -74,29 +75,29 @@ def _largest(keys: jax.Array, k: int) -> jax.Array:
   return packing.places_of_ones(order >= last, k)
 
 
-def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
-  """Returns the k-th largest integer `[chunks, 1]` of those below `2**bits`.
+def _kth_largest(keys: Array, k: int, bits: int) -> Array:
+  """Returns the k-th largest integer `[chunks, 1]`, all below `2**bits`.
 
   Bit by bit from the highest: the largest number that `k` keys reach.
   """
 
-  def set_bit(number: jax.Array, found: jax.Array) -> jax.Array:
+  def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
-    trial = found | jnp.left_shift(jnp.ones_like(bit), bit)
-    return plain.where(_count(keys >= trial) >= k, trial, found)
+    trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
+    return plain.where(_count(keys >= trial) >= k, trial, reached)
 
-  return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
+  return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
 
-def _count(mask: jax.Array) -> jax.Array:
-  """Returns the number of true elements per row of bool `[chunks, n]`.
+def _count(mask: Array) -> Array:
+  """Counts the true elements in each row, bool `[chunks, n]`.
 
   In two sums, since LLVM vectorises the first over neighbours in memory. XLA
   would merge two integer sums into one, ten times as slow on CPUs.
   """
   chunks, n = mask.shape
-  mask = plain.pad(mask, ((0, 0), (0, -n % 16))).reshape(chunks, 16, -1)
-  counts = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
+  table = plain.pad_to(mask, n + -n % 16).reshape(chunks, 16, -1)
+  counts = jnp.sum(table, axis=1, dtype=jnp.int32).astype(jnp.float32)
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
@@ -108,21 +109,21 @@ def _by_tables(grouped: bool) -> ModuleType | None:
 
 
 def take(
-  coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
-) -> jax.Array:
-  """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
+  coefficients: Array, indices: Array | None, grouped: bool = False
+) -> Array:
+  """Returns the values `[chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients
   return (_by_tables(grouped) or packing).take(coefficients, indices)
 
 
 def subtract(
-  coefficients: jax.Array,
-  indices: jax.Array | None,
-  values: jax.Array,
+  coefficients: Array,
+  indices: Array | None,
+  values: Array,
   grouped: bool = False,
-) -> jax.Array:
-  """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
+) -> Array:
+  """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
   if tables := _by_tables(grouped):
@@ -138,13 +139,13 @@ def subtract(
 
 
 def merge(
-  indices: jax.Array | None,
-  values: jax.Array,
-  present: jax.Array,
+  indices: Array | None,
+  values: Array,
+  present: Array,
   n: int,
   average: Average,
   grouped: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
   For `average='senders'` over those that sent a coefficient, for `'workers'`
@@ -180,18 +181,18 @@ def merge(
 
   # Deterministic on every backend: workers are added one after the other, and
   # indices of a worker are distinct, so that no scatter writes a place twice.
-  def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
+  def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
     return subtract(total, own, -values[worker], grouped)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   turns = platform.unrolled(workers)
-  mean = jax.lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
+  mean = lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
   return mean, distinct
 
 
-def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:
+def _count_senders(indices: Array, counted: Array, n: int) -> Array:
   """Returns how many of the `counted` sent each of `indices`, int32."""
   workers, chunks, k = indices.shape
   if platform.count_by_comparison(workers * k):

@@ -9,7 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from optax import contrib
+from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _tree
 from demo_optax._paths import Keys, dotted, leaves_of, path_keys
@@ -81,10 +81,10 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
       " steps, add static_args=('compressor',"
       " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
-  return jax.tree.structure(params).unflatten(
-    None if isinstance(found, str) else found
-    for found in _inferred(params).values()
-  )
+  axes = []
+  for found in _inferred(params).values():
+    axes.append(None if isinstance(found, str) else found)
+  return jax.tree.structure(params).unflatten(axes)
 
 
 def describe_matrices(
@@ -103,21 +103,20 @@ def describe_matrices(
     embedder.weight                (256, 64)        no matrix: embedder
     layers.up                      (12, 64, 256)    (1,) x (2,)
   """
-  found: Mapping[Keys, Any] = _inferred(params)
+  by_path: Mapping[Keys, MuonDimensionNumbers | str | None] = _inferred(params)
   if muon_weight_dimension_numbers is not None:
-    found = matrices(params, muon_weight_dimension_numbers)
+    by_path = matrices(params, muon_weight_dimension_numbers)
   lines = []
   for keys, x in leaves_of(params):
-    said = f'no matrix: {found[keys]}'
-    if isinstance(found[keys], contrib.MuonDimensionNumbers):
-      said = ' x '.join(map(str, found[keys]))
+    found = by_path[keys]
+    said = f'no matrix: {found}'
+    if isinstance(found, MuonDimensionNumbers):
+      said = ' x '.join(map(str, found))
     lines.append(f'{dotted(keys):30} {jnp.shape(x)!s:16} {said}')
   return '\n'.join(lines)
 
 
-def _inferred(
-  params: chex.ArrayTree,
-) -> dict[Keys, contrib.MuonDimensionNumbers | str]:
+def _inferred(params: chex.ArrayTree) -> dict[Keys, MuonDimensionNumbers | str]:
   """Returns the axes of matrices, or why a leaf has no such axes, by path."""
   shapes = {keys: jnp.shape(x) for keys, x in leaves_of(params)}
   return {keys: _infer(keys, shapes) for keys in shapes}
@@ -125,7 +124,7 @@ def _inferred(
 
 def _infer(
   keys: Keys, shapes: Mapping[Keys, tuple[int, ...]]
-) -> contrib.MuonDimensionNumbers | str:
+) -> MuonDimensionNumbers | str:
   """Returns the axes of a matrix, or a reason why there are no such axes."""
   shape = shapes[keys]
   ndim = len(shape)
@@ -140,20 +139,20 @@ def _infer(
   *stack, left, right = range(ndim)
   inputs: tuple[int, ...] = (left,)
   outputs: tuple[int, ...] = (right,)
-  query = shapes.get((*keys[:-2], 'query', name), ())
-  if ndim < 3 or name not in ('kernel', 'w', 'weight', ''):
-    pass
-  elif parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
-    inputs, outputs = (stack[-1],), (left, right)
-  elif parent == 'out' and shape[-3:-1] == query[-2:]:
-    inputs = (stack[-1], left)
-  elif 'conv' in _words(parent).split() or _has_window(name, shape):
-    inputs = (*stack, left)
-    if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
-      inputs, outputs = tuple(range(1, ndim)), (0,)
-  if 1 in [math.prod(shape[a] for a in axes) for axes in (inputs, outputs)]:
-    return 'a side of one'
-  return contrib.MuonDimensionNumbers(inputs, outputs)
+  if ndim > 2 and name in ('kernel', 'w', 'weight', ''):
+    query = shapes.get((*keys[:-2], 'query', name), ())
+    if parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
+      inputs, outputs = (stack[-1],), (left, right)
+    elif parent == 'out' and shape[-3:-1] == query[-2:]:
+      inputs = (stack[-1], left)
+    elif 'conv' in _words(parent).split() or _has_window(name, shape):
+      inputs = (*stack, left)
+      if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
+        inputs, outputs = tuple(range(1, ndim)), (0,)
+  for side in (inputs, outputs):
+    if math.prod(shape[axis] for axis in side) == 1:
+      return 'a side of one'
+  return MuonDimensionNumbers(inputs, outputs)
 
 
 def _names(keys: Keys) -> list[str]:
@@ -192,7 +191,7 @@ def matrices(
   params: chex.ArrayTree,
   given: DimensionNumbersTree,
   argument: str = 'muon_weight_dimension_numbers',
-) -> dict[Keys, contrib.MuonDimensionNumbers | None]:
+) -> dict[Keys, MuonDimensionNumbers | None]:
   """Returns the axes of all leaves, given or inferred, by path.
 
   Both sides are tuples, counted from the first axis. Made once from all
@@ -201,16 +200,18 @@ def matrices(
   if given is None:
     _warn_of_unnamed(params)
     given = muon_dimension_numbers
-  dimensions = broadcast(
-    given(params) if _tree.is_function(given) else given,
+  if _tree.is_function(given):
+    given = given(params)
+  prefix = broadcast(
+    given,
     params,
     argument,
-    lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
+    lambda x: x is None or isinstance(x, MuonDimensionNumbers),
   )
-  return {
-    keys: _sides(d, jnp.shape(x), argument, dotted(keys))
-    for (keys, x), d in zip(leaves_of(params), dimensions)
-  }
+  found = {}
+  for (keys, x), axes in zip(leaves_of(params), prefix):
+    found[keys] = _checked(axes, jnp.shape(x), argument, dotted(keys))
+  return found
 
 
 def _warn_of_unnamed(params: chex.ArrayTree) -> None:
@@ -237,26 +238,25 @@ def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
   )
 
 
-def _sides(
-  dimensions: Any, shape: tuple[int, ...], argument: str, name: str
-) -> contrib.MuonDimensionNumbers | None:
+def _checked(
+  given: object, shape: tuple[int, ...], argument: str, name: str
+) -> MuonDimensionNumbers | None:
   """Returns a matrix's axes from 0; raises unless the leaf has them."""
-  if dimensions is None:
+  if given is None:
     return None
-  if not isinstance(dimensions, contrib.MuonDimensionNumbers):
+  if not isinstance(given, MuonDimensionNumbers):
     raise TypeError(
       f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
-      f' {dimensions!r} for {name}. Give None for what is not a matrix.'
+      f' {given!r} for {name}. Give None for what is not a matrix.'
     )
-  ndim = len(shape)
-  sides = [(x,) if isinstance(x, int) else x for x in dimensions]
-  axes = [a for side in sides for a in side]
-  inside = {a % ndim for a in axes if -ndim <= a < ndim}
-  if () in sides or len(inside) < len(axes):
+  ndim, seen, sides = len(shape), set(), []
+  for side in given:
+    axes = (side,) if isinstance(side, int) else side
+    sides.append(tuple(axis % ndim for axis in axes))
+    seen |= {axis % ndim for axis in axes if -ndim <= axis < ndim}
+  if () in sides or len(seen) < sum(map(len, sides)):
     raise ValueError(
-      f'{argument} must name axes of {name}, each once, got {dimensions} for'
+      f'{argument} must name axes of {name}, each once, got {given} for'
       f' shape {shape}. Use None if it is not a matrix.'
     )
-  return contrib.MuonDimensionNumbers(
-    *(tuple(a % ndim for a in side) for side in sides)
-  )
+  return MuonDimensionNumbers(*sides)

@@ -254,8 +254,8 @@ def _combine(
   if result.role is Role.MEAN:
     # XLA would send slices of what is spread one by one, to add them in order.
     return collectives.mean_finite(x, axis, ordered=not is_spread)
-  name = f'{result.name}, {x.dtype}{list(x.shape)},'
-  raise ValueError(inside.differs_text(name))
+  name = f'The value of {result.name}, {x.dtype}{list(x.shape)},'
+  raise ValueError(inside.differs_text(name, inside.RETURNED))
 
 
 def _check_rows(result: Result, x: jax.Array, call: Call) -> None:

@@ -18,7 +18,7 @@ from demo_optax.step.roles import Role
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.in_turn import run_in_turn
 from demo_optax.workers.inside import StepView
-from demo_optax.workers.variation import Origin, origins_of_outputs
+from demo_optax.workers.variation import Origin, follow, origins_at
 
 # Arrays of the worker's own and arrays that are equal on all workers, None in
 # one of both, and what is known of them: see `results.settle`.
@@ -81,10 +81,10 @@ class Runner:
 
     with _explained(self.workers):
       closed, (_, known) = inside.trace(view, step, own)
-      origins = self._origins()
-      found = origins_of_outputs(closed, origins, view.axis)
+      known_origins = follow(closed.jaxpr, self._origins(), view.axis)
+      found = origins_at(known_origins, closed.jaxpr.outvars)
       if self.workers.sequential:
-        values = run_in_turn(closed, origins, view.axis, own)
+        values = run_in_turn(closed, known_origins, view.axis, own)
       else:
         values = core.jaxpr_as_fun(closed)(*own)
       # A constant among the results comes back as a number.
@@ -147,7 +147,7 @@ class Runner:
       in_specs=tuple(specs),
       out_specs=(P(axis), P(), P()),
       # Types do not know that parameters stay equal which each worker
-      # differentiates alone; `origins_of_outputs` does.
+      # differentiates alone; `variation.follow` does.
       check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, specs)))
 

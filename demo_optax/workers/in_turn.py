@@ -5,86 +5,92 @@ only one fits the memory at a time.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
+import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend import core
 
 from demo_optax.workers.collectives import Axis, first
 from demo_optax.workers.variation import (
   Origin,
-  crosses_workers,
-  origin_of,
-  origins_of,
+  follow,
+  origins_at,
+  waits,
+  watch_p,
 )
+
+# Equations that need the axis of the workers, beside those that communicate.
+_MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
 
 
 def run_in_turn(
   closed: core.ClosedJaxpr,
-  inputs: Sequence[Origin],
+  origins: Mapping[core.Var, Origin],
   axis: Axis,
-  args: Sequence[Any],
-) -> list[Any]:
+  args: Sequence[jax.Array],
+) -> list[jax.Array]:
   """Runs one worker's program so that `jax.vmap` takes workers in turn.
 
-  `inputs` are the origins of `args`. Equations between two exchanges are one
+  `origins` are those of its variables. Equations between two exchanges are one
   loop over the workers. Those that exchange see all workers; so do loops and
   branches with an exchange inside, whose bodies are mapped.
   """
-  origins = origins_of(closed, inputs, axis)
   jaxpr = closed.jaxpr
-  values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts))
+  values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
-  def loop(eqns: Sequence[Any], later: Sequence[Any]) -> None:
-    """Runs equations for the workers in turn; adds what is used later."""
-    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-    read = _variables(v for eqn in eqns for v in eqn.invars)
-    ins = [v for v in dict.fromkeys(read) if v not in made]
-    used = {*_variables(v for eqn in later for v in eqn.invars)}
-    used.update(_variables(jaxpr.outvars))
-    outs = [v for v in made if v in used]
-    run = sequential_vmap(_part(jaxpr, eqns, ins, outs))
-    for v, x in zip(outs, run(*(values[v] for v in ins))):
-      # Equal on all workers, but the loop has one for each of them.
-      values[v] = x if origins[v].differs else first(x, axis)
+  def read(atom: core.Var | core.Literal) -> jax.Array:
+    return values[atom] if isinstance(atom, core.Var) else atom.val
 
-  pending: list[Any] = []  # equations of the worker's own, not yet run
+  def run_pending(later: list[core.JaxprEqn]) -> None:
+    """Runs what is pending; keeps what later equations and results read."""
+    used = {*_variables(later), *_only(jaxpr.outvars)}
+    outs = [v for eqn in pending for v in eqn.outvars if v in used]
+    part, ins = _part(jaxpr, pending, outs)
+    for variable, x in zip(outs, sequential_vmap(part)(*map(read, ins))):
+      # The loop has one for each worker also of what they share.
+      is_own = origins[variable].differs
+      values[variable] = x if is_own else first(x, axis)
+
+  pending: list[core.JaxprEqn] = []  # of the worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
-    crosses = crosses_workers(eqn, axis)
+    is_mapped = waits(eqn, axis, _MAPPED)
     is_own = any(origins[v].differs for v in eqn.outvars)
-    is_ready = all(v in values for v in _variables(eqn.invars))
-    if not crosses and (is_own or not is_ready):
+    if is_own and not is_mapped:
       pending.append(eqn)
       continue
-    if crosses and pending:
-      loop(pending, jaxpr.eqns[number:])
+    is_ready = all(v in values for v in _variables([eqn]))
+    if pending and (is_mapped or not is_ready):
+      run_pending(jaxpr.eqns[number:])
       pending = []
-    if crosses and eqn.primitive.name in ('pjit', 'jit'):
-      given = [_value(values, v) for v in eqn.invars]
-      of_given = [origin_of(origins, v) for v in eqn.invars]
-      found = run_in_turn(eqn.params['jaxpr'], of_given, axis, given)
+    if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
+      inner = eqn.params['jaxpr']
+      known = follow(inner.jaxpr, origins_at(origins, eqn.invars), axis)
+      found = run_in_turn(inner, known, axis, [*map(read, eqn.invars)])
     else:
-      ins = _variables(eqn.invars)
-      part = _part(jaxpr, [eqn], ins, eqn.outvars)
-      found = part(*(values[v] for v in ins))
+      part, ins = _part(jaxpr, [eqn], eqn.outvars)
+      found = part(*map(read, ins))
     values.update(zip(eqn.outvars, found))
   if pending:
-    loop(pending, ())
-  return [_value(values, v) for v in jaxpr.outvars]
+    run_pending([])
+  return [*map(read, jaxpr.outvars)]
 
 
 def _part(
-  jaxpr: core.Jaxpr, eqns: Sequence[Any], ins: Any, outs: Any
-) -> Callable[..., Any]:
-  """Returns a function of some equations of a program."""
-  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=list(eqns))
-  return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
+  jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], outs: list[core.Var]
+) -> tuple[Callable[..., list[jax.Array]], list[core.Var]]:
+  """Returns a function of some equations of a program, and what it reads."""
+  made = {v for eqn in eqns for v in eqn.outvars}
+  ins = [v for v in _variables(eqns) if v not in made]
+  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
+  return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
 
 
-def _variables(of: Iterable[Any]) -> list[Any]:
-  return [v for v in of if isinstance(v, core.Var)]
+def _variables(eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
+  """Returns the variables that equations read, each once."""
+  return _only(atom for eqn in eqns for atom in eqn.invars)
 
 
-def _value(values: Mapping[Any, Any], v: Any) -> Any:
-  return values[v] if isinstance(v, core.Var) else v.val
+def _only(atoms: Iterable[object]) -> list[core.Var]:
+  variables = (atom for atom in atoms if isinstance(atom, core.Var))
+  return [*dict.fromkeys(variables)]

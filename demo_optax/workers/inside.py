@@ -7,23 +7,33 @@ exchange is a rule that receives the arrays of all workers.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
-from demo_optax import _paths, _tree
-from demo_optax._paths import Keys, path_keys
+from demo_optax import _tree
+from demo_optax._paths import (
+  Keys,
+  Path,
+  dotted,
+  is_stacked,
+  leaf_name,
+  leaves_of,
+)
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
 from demo_optax.workers.variation import Origin, traced_step, watch
 
 # The axis that `data_parallel` maps a step over. No other has this name.
 WORKER_AXIS = 'demo_optax_workers'
+
+Tree = TypeVar('Tree')
 
 
 class StepView(NamedTuple):
@@ -36,7 +46,7 @@ class StepView(NamedTuple):
 
 
 def trace(
-  view: StepView, step: Callable[..., Any], arrays: Sequence[Any]
+  view: StepView, step: Callable[..., object], arrays: Sequence[jax.Array]
 ) -> tuple[core.ClosedJaxpr, Any]:
   """Traces one worker's step; returns its program, and results as shapes."""
   token = traced_step.set(view)
@@ -67,24 +77,42 @@ def check_in_step(what: str) -> StepView:
 # Checks -----------------------------------------------------------------------
 
 
-def check_own_gradients(gradients: Any) -> Any:
+def _watch_leaves(
+  tree: Tree,
+  which: Callable[[Any], bool],
+  check: Callable[[list[tuple[Keys, Origin]]], None],
+) -> Tree:
+  """Returns `tree`; leaves a check of the origins of some of its leaves."""
+  leaves, treedef = jax.tree.flatten(tree)
+  chosen = [place for place, x in enumerate(leaves) if which(x)]
+  # Not the leaves: what a program closes over must not hold tracers.
+  names = [keys for keys, _ in leaves_of(tree)]
+
+  def check_chosen(origins: Sequence[Origin]) -> None:
+    check([(names[i], origin) for i, origin in zip(chosen, origins)])
+
+  watched = watch([leaves[place] for place in chosen], check_chosen)
+  for place, x in zip(chosen, watched):
+    leaves[place] = x
+  return treedef.unflatten(leaves)
+
+
+def _is_array(x: object) -> bool:
+  # Numbers that are known when a step is traced make a smaller program.
+  return isinstance(x, jax.Array | np.ndarray)
+
+
+def check_own_gradients(gradients: Tree) -> Tree:
   """Returns `gradients`; raises if all of them are the same on all workers.
 
   A single gradient that is the same belongs to an unused parameter.
   """
   view = check_in_step('An update of gradients')
-  leaves, treedef = jax.tree.flatten(gradients)
-  exchanged = [i for i, x in enumerate(leaves) if _tree.is_exchanged(x)]
-  if view.num_workers == 1 or not exchanged:
-    return gradients
-  watched = watch([leaves[i] for i in exchanged], _must_differ)
-  for i, x in zip(exchanged, watched):
-    leaves[i] = x
-  return treedef.unflatten(leaves)
 
-
-def _must_differ(origins: Sequence[Origin]) -> None:
-  if not any(Origin.DATA in origin for origin in origins):
+  def check(found: list[tuple[Keys, Origin]]) -> None:
+    is_own = any(Origin.DATA in origin for _, origin in found)
+    if is_own or not found or view.num_workers == 1:
+      return
     raise ValueError(
       'The gradients that reach the exchange must be those of one worker, got'
       ' the same on all workers. Either the loss does not depend on the batch'
@@ -95,117 +123,92 @@ def _must_differ(origins: Sequence[Origin]) -> None:
       ' which the exchange replaces.'
     )
 
+  return _watch_leaves(gradients, _tree.is_exchanged, check)
 
-def equal(tree: Any, message: str) -> Any:
-  """Returns `tree`; raises `message` of a leaf that differs between workers.
+
+def equal(tree: Tree, message: str) -> Tree:
+  """Returns `tree`; raises `message` of an array that differs between workers.
 
   `{}` in the message is the name of the leaf.
   """
-  names = [_paths.dotted(keys) for keys, _ in _paths.leaves_of(tree)]
 
-  def check(origins: Sequence[Origin]) -> None:
-    for name, origin in zip(names, origins):
+  def check(found: list[tuple[Keys, Origin]]) -> None:
+    for keys, origin in found:
       if origin.differs:
-        raise ValueError(message.replace('{}', name))
+        raise ValueError(message.replace('{}', dotted(keys)))
 
-  leaves, treedef = jax.tree.flatten(tree)
-  return treedef.unflatten(watch([jnp.asarray(x) for x in leaves], check))
-
-
-# What makes values differ that must not, and what to do.
-_CAUSES = {
-  'rows': 'rows of a batch: return demo_optax.out_batch(x) to join them',
-  'count': 'a count or an array of one worker: return'
-  ' demo_optax.over_workers(x, jnp.sum), or another reduction',
-  'gradient': 'a gradient that is not exchanged: call update in the step, not'
-  ' outside of it, and average what the optimizer leaves out'
-  ' (demo_optax.average_gradients), or set it to zero',
-  'statistics': 'statistics of batches: return'
-  ' demo_optax.over_workers(statistics)',
-  'metric': 'a metric: pass an nnx.metrics.Average, which is added up;'
-  ' merge those of clu with demo_optax.over_workers(own, jnp.sum); or update it'
-  ' outside of the step, from what the step returns',
-  'skip': 'a step that is skipped: decide from the update, or from all'
-  ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
-  ' not needed, since the exchange leaves out workers with gradients that are'
-  ' not finite',
-  'number': 'a number of one worker, such as its loss or a norm: give'
-  ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
-  'state': 'a transformation with a state before the exchange: put it into'
-  ' demo_optax.per_worker',
-  'wrapper': 'a wrapper that also reads gradients, such as'
-  ' optax.contrib.mechanize: place it after the exchange,'
-  ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
-}
+  return _watch_leaves(tree, _is_array, check)
 
 
-def differs_text(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
-  """Returns the message for a value that must not differ, but does."""
-  return '\n  - '.join(
-    [
-      f'{what[0].upper()}{what[1:]} must be the same on all workers, got one'
-      " that differs between workers: it depends on one worker's gradient,"
-      ' loss or batch. Usual causes:',
-      *(_CAUSES[cause] for cause in causes),
-    ]
-  )
-
-
-# The exchange -----------------------------------------------------------------
-
-
-class _Arguments(NamedTuple):
-  """What reaches an exchange, as one worker has it."""
-
-  gradients: list[jax.Array]
-  state: Any
-  params: Any
-  hyperparams: Any
-
-
-# By field of `_Arguments`, its name in messages, and why it may differ.
-_SHARED = {
-  'params': ('parameter', ('skip', 'wrapper')),
-  'hyperparams': ('hyperparameter', ('number',)),
-  'state': ('optimizer state', ('state', 'skip', 'number', 'wrapper')),
-}
-
-
-def _check_all(names: Sequence[Keys], origins: Sequence[Origin]) -> None:
-  """Raises for an array that differs and must not, or the reverse."""
-  for (field, *keys), origin in zip(names, origins):
-    is_stacked = field == 'state' and _paths.is_stacked(tuple(keys))
-    if field == 'gradients' or origin.differs == is_stacked:
-      continue
-    if is_stacked:
+def _check_state(found: list[tuple[Keys, Origin]]) -> None:
+  """Raises for momentum that workers share, or for other state that differs."""
+  for keys, origin in found:
+    if origin.differs and not is_stacked(keys):
+      name = f'The optimizer state {dotted(keys)}'
+      raise ValueError(differs_text(name, BEFORE_EXCHANGE))
+    if is_stacked(keys) and not origin.differs:
       raise ValueError(
         'The momentum that reaches the exchange must be that of one worker, got'
         ' one that all workers share: the step closes over the optimizer state,'
         ' or replaces it. Make the state an argument of the step (or a part of'
         ' one, as in an nnx.Optimizer or a TrainState).'
       )
-    what, causes = _SHARED[field]
-    name = f'the {what} {_paths.dotted(tuple(keys))}' if keys else f'the {what}'
-    raise ValueError(differs_text(name, causes))
 
 
-def call_stacked(
-  stacked_update: Callable[..., tuple[Any, Any]],
-  workers: Workers,
-  updates: Any,
-  state: Any,
-  params: Any,
-  hyperparams: Any,
-  *,
-  own_updates: bool = False,
-) -> tuple[Any, Any]:
-  """Calls a transformation of stacked gradients from one worker's step.
+# What makes values differ that reach an exchange, and what to do.
+BEFORE_EXCHANGE = (
+  'a step that is skipped: decide from the update, or from all workers,'
+  ' demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is not'
+  ' needed, since the exchange leaves out workers with gradients that are not'
+  ' finite',
+  'a number of one worker, such as its loss or a norm: give'
+  ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
+  'a transformation with a state before the exchange: put it into'
+  ' demo_optax.per_worker',
+  'a wrapper that also reads gradients, such as optax.contrib.mechanize: place'
+  ' it after the exchange, optax.chain(demo_optax.scale_by_demo(...),'
+  ' wrapper(...))',
+)
 
-  `stacked_update(updates, state, params, hyperparams, workers)` returns updates
-  in the parameters' shapes, or each worker's with `own_updates`, and the new
-  state. Gradients, state and own updates are as `workers` have them: stacked,
-  or of one worker. Here `updates` and `state` are those of one worker;
-  parameters and hyperparameters are equal on all workers.
+# The same of values that a step returns.
+RETURNED = (
+  'rows of a batch: return demo_optax.out_batch(x) to join them',
+  'a count or an array of one worker: return'
+  ' demo_optax.over_workers(x, jnp.sum), or another reduction',
+  'a gradient that is not exchanged: call update in the step, not outside of'
+  ' it, and average what the optimizer leaves out'
+  ' (demo_optax.average_gradients), or set it to zero',
+  'statistics of batches: return demo_optax.over_workers(statistics)',
+  'a metric: pass an nnx.metrics.Average, which is added up; merge those of clu'
+  ' with demo_optax.over_workers(own, jnp.sum); or update it outside of the'
+  ' step, from what the step returns',
+  *BEFORE_EXCHANGE,
+)
+
+
+def differs_text(name: str, causes: Sequence[str]) -> str:
+  """Returns the message for a value that must not differ, but does."""
+  start = (
+    f'{name} must be the same on all workers, got one that differs between'
+    " workers: it depends on one worker's gradient, loss or batch. Usual"
+    ' causes:'
+  )
+  return '\n  - '.join([start, *causes])
+
+
+# The exchange -----------------------------------------------------------------
+
+# Returns updates and the new state, from updates, state, parameters,
+# hyperparameters, and the `workers` by which these are stacked, or of one.
+StackedUpdate = Callable[..., tuple[chex.ArrayTree, Any]]
+
+
+def check_arguments(
+  workers: Workers, updates: Any, state: Any, params: Any, hyperparams: Any
+) -> tuple[Any, Any, Any, Any]:
+  """Returns what reaches an exchange in a step; leaves checks of it there.
+
+  Parameters and hyperparameters must be equal on all workers.
   """
   view = check_in_step('An exchange')
   if workers.kind == 'on_axis' or workers.count != view.num_workers:
@@ -214,67 +217,82 @@ def call_stacked(
       f' {view.num_workers} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
-  grads_def = jax.tree.structure(updates)
-  grads = [  # those of integers are float0, which no operation takes
-    _tree.zero_update(g, p, 0)
-    if getattr(g, 'dtype', None) == jax.dtypes.float0
-    else jnp.asarray(g)
-    for (_, g), p in zip(*_tree.flatten_alike(updates, params))
-  ]
-  grads = check_own_gradients(grads)
-  given = _Arguments(grads, state, params, hyperparams)
-  flat, treedef = _paths.leaves_of(given), jax.tree.structure(given)
-  # Numbers that are known when a step is traced make a smaller program. What is
-  # closed over below must not hold tracers.
-  named = [(keys, x) for keys, x in flat if _is_array(x)]
-  constants = [None if _is_array(x) else x for _, x in flat]
-  names = [keys for keys, _ in named]
-  check = functools.partial(_check_all, names)
-  arrays = watch([x for _, x in named], check, exchanges=True)
+  gradients = []
+  for (_, x), param in zip(*_tree.flatten_alike(updates, params)):
+    # Those of integers are float0, which no operation takes.
+    is_exchanged = _tree.is_exchanged(x)
+    zero = _tree.zero_update
+    gradients.append(jnp.asarray(x) if is_exchanged else zero(x, param, 0))
+  updates = jax.tree.structure(updates).unflatten(gradients)
+  parameter = differs_text('The parameter {}', BEFORE_EXCHANGE)
+  hyperparameter = differs_text('The hyperparameter {}', BEFORE_EXCHANGE)
+  return (
+    check_own_gradients(updates),
+    _watch_leaves(state, _is_array, _check_state),
+    equal(params, parameter),
+    equal(hyperparams, hyperparameter),
+  )
 
-  def update(
-    arrays: Sequence[jax.Array], workers: Workers
-  ) -> tuple[list[jax.Array], Any]:
-    in_order = iter(arrays)
-    leaves = [next(in_order) if x is None else x for x in constants]
-    grads, *rest = treedef.unflatten(leaves)
-    new, after = stacked_update(grads_def.unflatten(grads), *rest, workers)
-    return jax.tree.leaves(new), after
 
+def for_workers(
+  update: StackedUpdate, workers: Workers, own_updates: bool = False
+) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
+  """Returns `update` for the workers that are seen here.
+
+  In a mapped step it takes the arguments of one worker, and returns updates
+  that are equal on all workers, or each worker's with `own_updates`.
+  """
+  view = traced_step.get()
+  if view is None:
+    return functools.partial(update, workers=workers)
   if view.own is not None:
-    new, state = update(arrays, view.own)
-    return grads_def.unflatten(new), state
+    return functools.partial(update, workers=view.own)
+  return functools.partial(_call_stacked, update, workers, own_updates)
 
-  with_axis = [k[0] == 'gradients' or _paths.is_stacked(k) for k in names]
-  outputs = [own_updates] * len(grads)
-  outputs += [_paths.is_stacked(keys) for keys, _ in _paths.leaves_of(state)]
-  out_def = jax.tree.structure((grads, state))
+
+def _call_stacked(
+  update: StackedUpdate, workers: Workers, own_updates: bool, *given: Any
+) -> tuple[Any, Any]:
+  """Calls an update of all workers from the mapped step of one."""
+  flat, treedef = jax.tree.flatten(given)
+  names = [keys for keys, _ in leaves_of(given)]
+  places = [place for place, x in enumerate(flat) if _is_array(x)]
+  # What is closed over must not hold tracers.
+  constants = [None if _is_array(x) else x for x in flat]
+  # Of updates and state, which come first.
+  results = [place for place in places if names[place][0] < 2]
+  outputs = tuple(
+    is_stacked(names[place]) or (own_updates and names[place][0] == 0)
+    for place in results
+  )
 
   def rule(size: int, batched: Any, index: Any, *arrays: Any) -> Any:
-    stacked = list(arrays)
-    for i, (x, is_batched) in enumerate(zip(arrays, batched[1:])):
-      if with_axis[i] and not is_batched:  # of an unused parameter
-        stacked[i] = jnp.broadcast_to(x, (size, *x.shape))
-    return jax.tree.leaves(update(stacked, workers)), outputs
+    del index
+    leaves = [*constants]
+    for place, x, is_batched in zip(places, arrays, batched[1:]):
+      has_axis = names[place][0] == 0 or is_stacked(names[place])
+      if has_axis and not is_batched:  # of an unused parameter
+        x = jnp.broadcast_to(x, (size, *x.shape))
+      leaves[place] = x
+    updated = update(*treedef.unflatten(leaves), workers)
+    return jax.tree.leaves(updated), [*outputs]
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
   def one_worker(index: Any, *arrays: Any) -> list[Any]:
-    by_name = [(k, x) for k, x in zip(names, arrays)]
-    grads = [jnp.zeros_like(x) for k, x in by_name if k[0] == 'gradients']
-    return grads + [x for k, x in by_name if k[0] == 'state']
+    del index
+    return [x for place, x in zip(places, arrays) if place in results]
 
   one_worker.def_vmap(rule)
-  found = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
-  new, state = out_def.unflatten(watch(found, outputs=outputs))
-  return grads_def.unflatten(new), state
+  arrays = [flat[place] for place in places]
+  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
+  structure = jax.tree.structure(given[:2])
+  return structure.unflatten(watch(updated, outputs=outputs))
 
 
-def _is_array(x: Any) -> bool:
-  return isinstance(x, jax.Array | np.ndarray)
-
-
-def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
+def over_workers(
+  tree: Tree, reduce: Callable[..., jax.Array] = jnp.mean
+) -> Tree:
   """Reduces one worker's values over all workers, inside of a step.
 
   For what a step decides or returns from all workers' values: skips, counts,
@@ -307,14 +325,14 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
       f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
     )
 
-  def over(path: _paths.Path, x: Any) -> jax.Array:
+  def over(path: Path, x: chex.Numeric) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))
     if prng.is_key_array(x):
       return collectives.first(x, axis)
     if reduce is jnp.mean:
       if jnp.issubdtype(x.dtype, jnp.inexact):
         return collectives.mean_finite(x, axis)
-      name = _paths.dotted(('x', *path_keys(path)))
+      name = f'x.{leaf_name(path)}' if path else 'x'
       return equal(
         x,
         f'over_workers must be given real numbers for their mean, got {name},'

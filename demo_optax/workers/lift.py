@@ -6,9 +6,10 @@ own map or in a separate program: the same function, with the same bits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.extend import core
@@ -21,48 +22,45 @@ from demo_optax.workers.param_specs import entry
 from demo_optax.workers.value import Spec, Workers
 
 
-def run(
+def map_over(
   workers: Workers,
   fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  in_specs: tuple[Any, ...],
-  out_specs: Any,
-) -> Any:
-  """Runs one worker's function for all workers; it may communicate.
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+) -> Callable[..., Any]:
+  """Maps one worker's function, which may communicate, over all workers.
 
-  `fun` takes what one device has of `args`, trees of arrays, without a worker
-  axis. Results must be equal on all workers, as those of `Workers.group` are,
-  unless their spec is `stacked`. Specs are trees of `Spec`.
+  `fun` takes what one device has of the arguments, trees of arrays, without a
+  worker axis. Results must be equal on all workers, as those of `Workers.group`
+  are, unless their spec is `stacked`. Specs are trees like the arguments and
+  results.
   """
-  flat, treedef = jax.tree.flatten(args)
-  ins = jax.tree.leaves(in_specs)
-  outs, out_treedef = jax.tree.flatten(out_specs)
+  specs = *jax.tree.leaves(in_specs), *jax.tree.leaves(out_specs)
+  is_stacked = any(spec.stacked for spec in specs)
 
-  def one_worker(*own: jax.Array) -> list[jax.Array]:
-    return out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
+  def one_device(*args: Any) -> Any:
+    found = fun(*jax.tree.map(_drop_axis, in_specs, args))
+    return jax.tree.map(_add_axis, out_specs, found)
 
-  def one_device(*arrays: jax.Array) -> list[jax.Array]:
-    own = [x[0] if spec.stacked else x for x, spec in zip(arrays, ins)]
-    found = one_worker(*own)
-    return [x[None] if spec.stacked else x for x, spec in zip(found, outs)]
-
-  read = [_spec(workers, spec) for spec in ins]
-  written = [_spec(workers, spec) for spec in outs]
   if workers.kind == 'simulated':
-    found = _simulate(workers, one_worker, flat, ins, outs)
-  elif workers.relay is not None and workers.param_specs.axes:
-    found = _run_in_parts(workers, one_device, flat, read, written)
-  elif not workers.stacked_gradients:
-    found = one_device(*flat)
-  else:
-    for i, spec in enumerate(ins):
-      if spec.stacked:
-        flat[i] = reshard(workers, flat[i], read[i])
-    mapped = jax.shard_map(
-      one_device, mesh=workers.mesh, in_specs=tuple(read), out_specs=written
+    return functools.partial(_simulate, workers, fun, in_specs, out_specs)
+  if workers.stacked_gradients:
+    return functools.partial(
+      _run_on_mesh, workers, one_device, in_specs, out_specs
     )
-    found = mapped(*flat)
-  return out_treedef.unflatten(found)
+  if workers.relay is not None and workers.param_specs.axes:
+    return functools.partial(
+      _run_in_parts, workers, one_device, in_specs, out_specs
+    )
+  return one_device if is_stacked else fun
+
+
+def _drop_axis(spec: Spec, x: jax.Array) -> jax.Array:
+  return x[0] if spec.stacked else x
+
+
+def _add_axis(spec: Spec, x: jax.Array) -> jax.Array:
+  return x[None] if spec.stacked else x
 
 
 def _named(workers: Workers, spec: P) -> NamedSharding:
@@ -70,35 +68,61 @@ def _named(workers: Workers, spec: P) -> NamedSharding:
   return NamedSharding(workers.mesh, spec)
 
 
-def _spec(workers: Workers, spec: Spec) -> P:
-  lead = workers.spmd_axis_name
-  return P(lead, *spec.inner) if spec.stacked else spec.inner
+def _on_mesh(workers: Workers, spec: Spec) -> P:
+  """Returns the spec of a whole array."""
+  return P(workers.spmd_axis_name, *spec.inner) if spec.stacked else spec.inner
+
+
+def _run_on_mesh(
+  workers: Workers,
+  one_device: Callable[..., Any],
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+  *args: Any,
+) -> Any:
+  """Runs a function of one device on all devices of the mesh."""
+  whole = functools.partial(_on_mesh, workers)
+
+  def on_workers(spec: Spec, x: jax.Array) -> jax.Array:
+    return reshard(workers, x, whole(spec)) if spec.stacked else x
+
+  return jax.shard_map(
+    one_device,
+    mesh=workers.mesh,
+    in_specs=jax.tree.map(whole, in_specs),
+    out_specs=jax.tree.map(whole, out_specs),
+  )(*jax.tree.map(on_workers, in_specs, args))
 
 
 def _run_in_parts(
   workers: Workers,
-  one_device: Callable[..., list[jax.Array]],
-  flat: Sequence[jax.Array],
-  in_specs: Sequence[P],
-  out_specs: Sequence[P],
-) -> list[jax.Array]:
+  one_device: Callable[..., Any],
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+  *args: Any,
+) -> Any:
   """Runs a function of one device for all devices of one worker.
 
   Messages for other workers pass from one `shard_map` to the next along an axis
   of the devices.
   """
   names = workers.param_specs.axes
+  whole = functools.partial(_on_mesh, workers)
+  out_specs = jax.tree.map(whole, out_specs)
+  flat_out = jax.tree.leaves(out_specs)
   shard_map = functools.partial(
     jax.shard_map, mesh=workers.mesh, check_vma=False
   )
-  mapped = shard_map(one_device, in_specs=tuple(in_specs), out_specs=out_specs)
-  whole = jax.make_jaxpr(mapped)(*flat)
-  (eqn,) = whole.jaxpr.eqns
+  mapped = shard_map(
+    one_device, in_specs=jax.tree.map(whole, in_specs), out_specs=out_specs
+  )
+  program = jax.make_jaxpr(mapped)(*args)
+  (eqn,) = program.jaxpr.eqns
   (body,) = core.jaxprs_in_params(eqn.params)
-  values = dict(zip(whole.jaxpr.invars, flat))
-  values |= zip(whole.jaxpr.constvars, whole.consts)
+  values = dict(zip(program.jaxpr.invars, jax.tree.leaves(args)))
+  values |= zip(program.jaxpr.constvars, program.consts)
   # Specs of what passes between parts, and the axis of the devices, if any.
-  layouts: dict[Any, tuple[P, int | None]] = {}
+  layouts: dict[core.Var, tuple[P, int | None]] = {}
   for variable, spec in zip(body.invars, eqn.params['in_specs']):
     layouts[variable] = spec, None
   for inner in body.eqns:
@@ -109,8 +133,8 @@ def _run_in_parts(
 
   def build(
     part: Callable[..., list[jax.Array]],
-    read: list[Any],
-    written: list[Any],
+    read: list[core.Var],
+    written: list[core.Var],
     is_last: bool,
   ) -> Callable[..., list[jax.Array]]:
     ins = [layouts.get(variable, (P(names), 0)) for variable in read]
@@ -125,15 +149,16 @@ def _run_in_parts(
     return shard_map(
       on_device,
       in_specs=tuple(spec for spec, _ in ins),
-      out_specs=out_specs if is_last else [P(names)] * len(written),
+      out_specs=flat_out if is_last else [P(names)] * len(written),
     )
 
   parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
   programs = collectives.Programs(workers.count)
-  return parts.run(
+  found = parts.run(
     [values[variable] for variable in eqn.invars],
     lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
   )
+  return jax.tree.structure(out_specs).unflatten(found)
 
 
 def run_alone(
@@ -143,7 +168,7 @@ def run_alone(
   state: Any,
   shared: Any,
 ) -> tuple[Any, Any]:
-  """As `run`, without communication, of stacked arrays or those of one worker.
+  """Runs a function that does not communicate for all workers.
 
   `fun(own, state, shared) -> (own, state)` sees all without the worker axis.
   `own` is laid out as gradients are. `state` is stacked.
@@ -211,7 +236,7 @@ def bucket_zeros(
   if workers.mesh is not None:
     # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
     # on a single device, all workers' momentum together.
-    spec = _spec(workers, workers.bucket_spec)
+    spec = _on_mesh(workers, workers.bucket_spec)
     shapes = [_named(workers, spec).shard_shape(shape) for shape in shapes]
 
   def zeros() -> list[jax.Array]:
@@ -285,59 +310,59 @@ def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
 
 def _simulate(
   workers: Workers,
-  fun: Callable[..., list[jax.Array]],
-  flat: Sequence[jax.Array],
-  ins: Sequence[Spec],
-  outs: Sequence[Spec],
-) -> list[jax.Array]:
+  fun: Callable[..., Any],
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+  *args: Any,
+) -> Any:
   """Runs a function of one device under a `vmap` for each axis of devices.
 
   What is sharded gets an axis for each of them, before the axis of its blocks.
   """
   sizes = {workers.axis_name: workers.count}
   sizes |= workers.param_specs.axis_sizes
-  names = list(sizes)
+  names = [*sizes]
 
   def axis_of(name: str, spec: Spec) -> int | None:
     """Returns the axis of an array under the maps of all outer names."""
-    axes: list[str | None] = [*names[: spec.stacked]]
+    axes: list[str | None] = [workers.axis_name] if spec.stacked else []
     for dim in range(len(spec.inner)):
       axes += [*entry(spec.inner, dim), None]
     outer = names[: names.index(name)]
-    axes = [axis for axis in axes if axis not in outer]
-    return axes.index(name) if name in axes else None
+    inside = [axis for axis in axes if axis not in outer]
+    return inside.index(name) if name in inside else None
 
-  # Something has to be mapped over every axis.
-  numbers = jnp.zeros([*sizes.values()], jnp.int32)
-
-  def mapped(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
-    del number
+  def mapped(number: jax.Array, *own: Any) -> Any:
+    del number  # something has to be mapped over every axis
     return fun(*own)
 
   for name in reversed(names):
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
+    axis_in = functools.partial(axis_of, name)
     mapped = jax.vmap(
       mapped,
-      in_axes=(0, *(axis_of(name, spec) for spec in ins)),
-      out_axes=[axis_of(name, spec) for spec in outs],
+      in_axes=(0, *jax.tree.map(axis_in, in_specs)),
+      out_axes=jax.tree.map(axis_in, out_specs),
       axis_name=name,
       axis_size=sizes[name],
     )
-  found = mapped(numbers, *map(functools.partial(_to_blocks, sizes), flat, ins))
-  return list(map(_from_blocks, found, outs))
+  numbers = jnp.zeros([*sizes.values()], jnp.int32)
+  to_blocks = functools.partial(_to_blocks, sizes)
+  found = mapped(numbers, *jax.tree.map(to_blocks, in_specs, args))
+  return jax.tree.map(_from_blocks, out_specs, found)
 
 
-def _to_blocks(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
+def _to_blocks(sizes: Mapping[str, int], spec: Spec, x: jax.Array) -> jax.Array:
   """Cuts every sharded dimension to `[*devices, length of a block]`."""
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    x = x.reshape(*x.shape[:at], *devices, -1, *x.shape[at + 1 :])
+    x = jnp.reshape(x, (*x.shape[:at], *devices, -1, *x.shape[at + 1 :]))
   return x
 
 
-def _from_blocks(x: jax.Array, spec: Spec) -> jax.Array:
+def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
   """Undoes `_to_blocks`."""
   for dim in range(len(spec.inner)):
     at = spec.stacked + dim

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
-from demo_optax.checkpoint.cutting import fit_sharding
-from demo_optax.checkpoint.leaves import weights
+from demo_optax.checkpoint.placement import fit_sharding
+from demo_optax.checkpoint.regroup import weights
 
 pytestmark = pytest.mark.core
 

@@ -160,17 +160,25 @@ def test_notebooks_share_their_first_cells():
 
 
 def test_the_install_cell_keeps_jax(monkeypatch, tmp_path):
-  """Where demo_optax is missing; it needs a clone, and sees whether pip failed."""
+  """Where demo_optax is missing: from a clone, an archive, or an address."""
   from IPython.core.inputtransformer2 import TransformerManager
 
   cell = sources(read(NOTEBOOKS[0]), 'code')[0]
-  source = TransformerManager().transform_cell(cell)
+  transform = TransformerManager().transform_cell
   commands = []
 
   class Shell:
     def run_line_magic(self, magic, line):
       assert magic == 'pip'
       commands.append(line)
+
+  def run(source):
+    # IPython fills in the braces of a line magic.
+    braces = re.compile(r"run_line_magic\('pip', '(.*)'\)")
+    exec(
+      braces.sub(r"run_line_magic('pip', f'\1')", transform(source)),
+      {'get_ipython': Shell},
+    )
 
   find_spec = importlib.util.find_spec
   (tmp_path / 'notebooks').mkdir()
@@ -180,19 +188,28 @@ def test_the_install_cell_keeps_jax(monkeypatch, tmp_path):
     'find_spec',
     lambda name: None if name == 'demo_optax' else find_spec(name),
   )
-  with pytest.raises(RuntimeError, match='not installed. Clone its repository'):
-    exec(source, {'get_ipython': Shell})
+  with pytest.raises(RuntimeError, match='Upload an archive of the repository'):
+    run(cell)
+  run(cell.replace("ADDRESS = ''", "ADDRESS = 'https://example.org/main.zip'"))
+  archive = tmp_path / 'notebooks/demo_optax-main.zip'
+  archive.touch()
+  run(cell)
   (tmp_path / 'pyproject.toml').touch()
-  exec(source, {'get_ipython': Shell})
-  (command,) = commands
-  assert '"..[examples]"' in command and '-c constraints.txt' in command
-  assert '--upgrade' not in command and '-U' not in command
+  run(cell)
+  for command, source in zip(
+    commands,
+    ('https://example.org/main.zip', archive.as_uri(), tmp_path.as_uri()),
+    strict=True,
+  ):
+    assert f'"demo_optax[examples] @ {source}"' in command
+    assert '-c constraints.txt' in command
+    assert '--upgrade' not in command and '-U' not in command
   lines = (tmp_path / 'notebooks/constraints.txt').read_text().splitlines()
   for name in ('jax', 'jaxlib', 'numpy'):
     assert f'{name}=={importlib.metadata.version(name)}' in lines
   monkeypatch.setitem(sys.modules, 'demo_optax', None)
   with pytest.raises(ModuleNotFoundError, match='demo_optax'):
-    exec(source, {'get_ipython': Shell})
+    run(cell)
 
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
@@ -202,5 +219,5 @@ def test_the_install_cell_is_hidden_and_the_text_says_what_is_needed(path):
     'jupyter': {'source_hidden': True},
     'tags': ['hide-input'],
   }
-  assert len(cell.source.splitlines()) <= 18
-  assert "pip install '.[examples]'" in title.source
+  assert len(cell.source.splitlines()) <= 26
+  assert 'the first cell installs it' in title.source

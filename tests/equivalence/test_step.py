@@ -1,6 +1,8 @@
 """What a step may do, and what it must not, on every map."""
 
 import contextlib
+import pathlib
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -445,3 +447,21 @@ def test_the_program_of_a_mesh_is_traced_once():
 
   train(MAPS['auto'](), loss_fn=loss)
   assert len(traced) == 1
+
+
+@pytest.mark.parametrize('workers', ['auto'], indirect=True)
+def test_few_calls_lead_from_an_update_to_its_message(workers, monkeypatch):
+  """A reader follows a gradient through at most eight functions."""
+  package = str(pathlib.Path(demo_optax.__file__).parent)
+  stacks = []
+
+  def gather(*args, **options):
+    stack = traceback.extract_stack()
+    stacks.append([x.name for x in stack if x.filename.startswith(package)])
+    return all_gather(*args, **options)
+
+  all_gather = jax.lax.all_gather
+  monkeypatch.setattr(jax.lax, 'all_gather', gather)
+  train(workers, 'demo', steps=1)
+  from_update = stacks[0][stacks[0].index('update_fn') :]
+  assert from_update[-1] == 'gather' and len(from_update) <= 8

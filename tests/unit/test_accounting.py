@@ -118,22 +118,18 @@ def test_plan_marks_what_sends_more_than_a_tenth():
   assert '!' not in few.table()
 
 
-def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
-  specs = {
-    'narrow': P(None, 'fsdp'),
-    'wide': P(None, 'fsdp'),
-    'heads': P(None, 'fsdp'),
-  }
-  params = {
-    'narrow': jnp.zeros((64, 128)),
-    'wide': jnp.zeros((64, 256)),
-    'heads': jnp.zeros((64, 4, 16)),
-  }
+def test_plan_marks_leaves_that_are_cut_otherwise():
+  """`narrow` and `heads` have blocks that are smaller than a chunk."""
+  shapes = {'narrow': (64, 128), 'wide': (64, 256), 'heads': (64, 4, 16)}
+  params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  specs = dict.fromkeys(shapes, P(None, 'fsdp'))
   workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
-  table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
-  assert table.endswith('over fewer devices: heads, narrow')
+  plan = demo_optax.plan(params, demo_optax.dct_topk(), workers)
+  cut_otherwise = [x.name for x in plan.leaves if not x.as_unsharded]
+  assert cut_otherwise == ['heads', 'narrow']
+  assert plan.table().endswith('over fewer devices.')
   whole = demo_optax.plan(params, demo_optax.dct_topk(), 2).table()
-  assert 'Blocks are smaller' not in whole
+  assert 'over fewer devices' not in whole
 
 
 def test_plan_errors():
@@ -347,6 +343,14 @@ def test_command_explains_mistakes(says, module, capsys, tmp_path):
   assert end.value.code == 2 and says in line
   assert len(line) < (160 if args[0] == '300M' else 300)
   assert line.startswith('python -m demo_optax: error: argument ')
+
+
+@pytest.mark.parametrize('flag', ['--nothing', '--work'])
+def test_command_names_unknown_flags(flag, capsys):
+  with pytest.raises(SystemExit):
+    command.main(['300M', flag, '3'])
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.endswith(f'unrecognized arguments: {flag} 3')
 
 
 def test_bytes_are_counted_without_a_basis(monkeypatch):

@@ -29,7 +29,9 @@ def take(way, monkeypatch):
   monkeypatch.setattr(paths, 'PIECE', 1024)
   monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
   monkeypatch.setattr(
-    paths, 'groups_of', lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True)
+    paths,
+    'top_k_tiles',
+    lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True),
   )
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
   monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda _: fast)
@@ -86,10 +88,10 @@ def test_parts_of_a_bucket(name, pieces, elements, parts):
 
 # Selections and their means -----------------------------------------------------
 
-OF_GROUPS = jax.jit(selection.top_k_of_groups, static_argnums=(1, 2, 3))
+OF_TILES = jax.jit(selection.top_k_of_tiles, static_argnums=(1, 2, 3))
 TOP_K = jax.jit(lambda c, k, _: selection.top_k(c, k), static_argnums=(1, 2))
 FORMS = [
-  lambda c, k, size: OF_GROUPS(c, k, size, True),
+  lambda c, k, size: OF_TILES(c, k, size, True),
   TOP_K,
   paths.running_on('gpu')(
     jax.jit(lambda *x: TOP_K.__wrapped__(*x), static_argnums=(1, 2))
@@ -104,7 +106,7 @@ FORMS = [
   'n, k, size',
   [(64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (5, 5, 1), (1, 1, 1)],
 )
-def test_top_k_of_groups(n, k, size, kind, monkeypatch):
+def test_top_k_of_tiles(n, k, size, kind, monkeypatch):
   monkeypatch.setattr(paths, '_SMALL', 0)
   rng = np.random.default_rng(n)
   x = {
@@ -127,15 +129,15 @@ def test_top_k_of_groups(n, k, size, kind, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
-@pytest.mark.parametrize('average', ['senders', 'workers'])
 @pytest.mark.parametrize(
-  'workers, n, k',
-  [  # the last: many, on GPUs in a loop
-    (1, 30, 4),
-    (3, 30, 9),
-    (8, 5, 2),
-    (4, 6, 6),
-    (40, 50, 26),
+  'workers, n, k, average',
+  [
+    (1, 30, 4, 'senders'),
+    (3, 30, 9, 'senders'),
+    (3, 30, 9, 'workers'),
+    (8, 5, 2, 'workers'),
+    (4, 6, 6, 'senders'),
+    (40, 50, 26, 'senders'),  # many: on GPUs in a loop
   ],
 )
 def test_merge(workers, n, k, average, kind):

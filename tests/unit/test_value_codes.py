@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import read_as
 
@@ -34,10 +34,13 @@ SCALES = [
   3.4028235e38,
 ]
 
-# One compilation per shape.
-encode = jax.jit(lambda code, v: code.encode(v), static_argnums=0)
+# One message; one compilation per shape.
+encode = jax.jit(
+  lambda code, v: [x[0] for x in code.encode(v[None])], static_argnums=0
+)
 decode = jax.jit(
-  lambda code, d, *sizes: code.decode(d, *sizes), static_argnums=(0, 2, 3)
+  lambda code, data, chunks: code.decode(data[None], chunks)[0],
+  static_argnums=(0, 2),
 )
 
 
@@ -132,10 +135,9 @@ def test_what_is_read_and_what_is_left_make_up_the_whole(values):
     assert not error.any()
 
 
-@settings(max_examples=15)  # each compiles
-@given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**16))
-def test_signs_and_zeros_twenty_in_a_word(chunks, k, seed):
-  rng = np.random.default_rng(seed)
+@pytest.mark.parametrize('chunks, k', [(1, 1), (4, 5), (3, 20), (7, 33)])
+def test_signs_and_zeros_twenty_in_a_word(chunks, k):
+  rng = np.random.default_rng(k)
   v = rng.integers(-1, 2, (chunks, k)) * rng.uniform(1e-30, 1e30, (chunks, k))
   v = v.astype(np.float32)
   code = make('ternary', k)
