@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,26 @@ def spread(batches: np.ndarray, count: int) -> np.ndarray:
   return rows[:: len(rows) // (count * size)][: count * size].reshape(
     count, size, length
   )
+
+
+def parts_of(train: np.ndarray, count: int) -> list[np.ndarray]:
+  """Cuts a text between its documents into parts of about one size."""
+  ends = np.flatnonzero(train == 0)
+  goals = np.arange(1, count) * len(train) // count
+  return np.split(train, ends[np.searchsorted(ends, goals)] + 1)
+
+
+def once(
+  train: np.ndarray, seed: int, size: int, length: int
+) -> Callable[[int], np.ndarray]:
+  """Returns `step -> windows`, int32 `[size, length + 1]`, none twice."""
+  order = np.random.default_rng(seed).permutation(len(train) // length - 1)
+
+  def batch_of(step: int) -> np.ndarray:
+    starts = order[step * size :][:size, None] * length
+    return train[starts + np.arange(length + 1)].astype(np.int32)
+
+  return batch_of
 
 
 def digest(corpus: text.Corpus) -> str:

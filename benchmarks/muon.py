@@ -39,8 +39,11 @@ DEFAULTS: dict[str, Any] = {
   'workers': 4,
   'seed': 0,
   'steps': 800,
+  'warmup': 40,
   'batch': 16,
   'data': 'topics',  # or 'stdlib', 'botocore'
+  'apart': False,  # True: each worker has documents of its own, of botocore
+  'context': 64,
   'width': 192,
   'layers': 2,
   'heads': 6,  # of the language model
@@ -186,7 +189,20 @@ class Run:
     method = optimizers.make(s, workers)
     self.bytes_per_step = method.bytes_of(nnx.state(self.model, nnx.Param))
     self._optimizer = nnx.Optimizer(self.model, method.tx, wrt=nnx.Param)
-    self._step_fn = optimizers.make_train_step(loss_fn, workers)
+
+    # Written for one worker: its rows of the batch, its loss, its gradient. The
+    # exchange is in `optimizer.update`.
+    @demo_optax.data_parallel(
+      workers, batch_argnames='batch', donate_argnums=(0, 1)
+    )
+    def step_fn(
+      model: nnx.Module, optimizer: nnx.Optimizer, batch: tuple[Any, ...]
+    ) -> Any:
+      loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
+      optimizer.update(model, grads)
+      return loss
+
+    self._step_fn = step_fn
 
   def step(self, number: int) -> tuple[float, float]:
     """Trains by one batch; returns its loss, and the CPU seconds it took."""
@@ -232,7 +248,12 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   from flax import nnx
   from gpt import GPT, GPTConfig
 
-  config = GPTConfig(width=s['width'], layers=s['layers'], heads=s['heads'])
+  config = GPTConfig(
+    context=s['context'],
+    width=s['width'],
+    layers=s['layers'],
+    heads=s['heads'],
+  )
   repeated = s['data'] != 'botocore'
   if s['data'] == 'topics':
     corpus = text.load()
@@ -247,16 +268,16 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   valid = text.windows(corpus.valid, 64, config.context)
   if not repeated:  # 131 kB of all services, and no window twice
     valid = larger_text.spread(valid, 32)
-    order = np.random.default_rng(s['seed']).permutation(
-      len(corpus.train) // config.context - 1
-    )
+    parts = s['workers'] if s['apart'] else 1
+    texts = larger_text.parts_of(corpus.train, parts)
+    feeds = [
+      larger_text.once(part, s['seed'], s['batch'] // parts, config.context)
+      for part in texts
+    ]
 
   def batch_of(step: int) -> tuple[Any, ...]:
     if not repeated:
-      starts = order[step * s['batch'] :][: s['batch'], None] * config.context
-      return (
-        corpus.train[starts + np.arange(config.context + 1)].astype(np.int32),
-      )
+      return (np.concatenate([feed(step) for feed in feeds]),)
     return (
       text.batch(corpus.train, s['seed'], step, s['batch'], config.context),
     )
@@ -369,12 +390,15 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
 SETTING = (
   'task',
   'data',
+  'apart',
+  'context',
   'width',
   'layers',
   'heads',
   'workers',
   'batch',
   'steps',
+  'warmup',
 )
 
 

@@ -1,14 +1,13 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import baselines
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from optax import contrib
 
 import demo_optax
@@ -51,7 +50,7 @@ def make(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def schedule(s: Settings, peak: float) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
-    0.0, peak, 40, s['steps'], end_value=0.1 * peak
+    0.0, peak, s['warmup'], s['steps'], end_value=0.1 * peak
   )
 
 
@@ -452,29 +451,3 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
       inner, compressor=compressor, decay=s['decay'], **every
     )
   return Method(tx, planned(compressor, s, workers, s['period']))
-
-
-# A step -----------------------------------------------------------------------
-
-
-def make_train_step(
-  loss_fn: Callable[..., jax.Array],
-  workers: demo_optax.Workers,
-) -> Callable[..., jax.Array]:
-  """Returns `(model, optimizer, batch) -> loss`, the mean over all workers.
-
-  Written for one worker: its rows of the batch, its loss, its gradient. The
-  exchange is in `optimizer.update`.
-  """
-
-  @demo_optax.data_parallel(
-    workers, batch_argnames='batch', donate_argnums=(0, 1)
-  )
-  def train_step(
-    model: nnx.Module, optimizer: nnx.Optimizer, batch: Sequence[jax.Array]
-  ) -> jax.Array:
-    loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
-    optimizer.update(model, grads)
-    return loss
-
-  return train_step

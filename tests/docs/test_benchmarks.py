@@ -361,3 +361,27 @@ def test_what_is_wrong_in_a_command_is_named_in_one_line(command, said):
   )
   assert run.returncode
   assert said in run.stderr.splitlines()[-1]
+
+
+def test_a_part_of_scale_goes_on_where_it_ended(tmp_path):
+  letters = np.random.default_rng(0).integers(97, 123, 20_000, np.uint8)
+  text, records = tmp_path / 'text.npz', tmp_path / 'scale.jsonl'
+  np.savez(text, train=letters, valid=letters[:3000])
+  small = 'layers=1 width=64 heads=2 context=32 batch=8 steps=4 warmup=2'
+
+  def call(*args: str) -> str:
+    command = [sys.executable, str(ROOT / 'benchmarks/scale.py'), *args]
+    return subprocess.run(
+      [*command, '--file', str(records)],
+      check=True,
+      env={**os.environ, 'PYTHONPATH': str(ROOT)},
+      capture_output=True,
+      text=True,
+      timeout=900,
+    ).stdout
+
+  part = ['b', '--text', str(text), '--set', *small.split(), 'batch=16']
+  assert '1 runs are left' in call(*part, '--minutes', '0')
+  assert call(*part).endswith('done\n')
+  assert call(*part) == 'done\n'
+  assert call('table').count('16 workers') == 2
