@@ -50,7 +50,10 @@ ENERGIES = 3  # of the momentum, of its sent part, of the rest
 END_WORDS = 1 + ENERGIES  # the status and the energies
 MAX_WEIGHT = 2.0**30  # of a worker; 1 / MAX_WEIGHT is the smallest
 ROW = 128  # words in a row of a gathered message
-_SAMPLE = 1024  # about so many chunks of a kind have their energies measured
+_SAMPLE = (
+  1024  # chunks of a kind whose energies are measured, if it has twice as many
+)
+_GOLDEN = (5**0.5 - 1) / 2
 
 # `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
 # `SUMMED` + dtype: `[elements]`.
@@ -336,7 +339,7 @@ class Packer:
 
 
 def is_weight(x: jax.Array) -> jax.Array:
-  """Returns which numbers are weights that count. NaN is none."""
+  """Returns which numbers are weights that count; NaN does not."""
   return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
 
 
@@ -350,8 +353,16 @@ def energy(x: jax.Array) -> jax.Array:
 
   An estimate by a part of many rows: a metric is not worth a pass over memory.
   """
-  # Odd, to see all columns of chunks.
-  part = x[:: len(x) // _SAMPLE | 1]
+  part = x
+  if len(x) >= 2 * _SAMPLE:
+    # By steps of the golden ratio: no period of the rows is in step with them.
+    places = np.arange(_SAMPLE) * _GOLDEN % 1 * len(x)
+    part = x.at[np.unique(places.astype(np.int32))].get(
+      indices_are_sorted=True,
+      unique_indices=True,
+      mode='promise_in_bounds',
+      wrap_negative_indices=False,
+    )
   found = jnp.sum(jnp.square(part), dtype=jnp.float32)
   return found * (len(x) / len(part))
 

@@ -227,6 +227,7 @@ def _update_matrices(
   worker take whole matrices of a stack (`lift.spread`): sharded ones would be
   gathered for every product.
   """
+  good &= (beta >= 0) & (beta < 1)
   count = optax.safe_increment(steps)
   # Both corrected for a momentum that starts at zero.
   of_momentum = beta / (1 - beta ** (count + 1))

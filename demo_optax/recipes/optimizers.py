@@ -213,7 +213,7 @@ def demo_muon(
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
       f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
-      ' jnp.bfloat16: gradients are scaled up before the momentum.'
+      ' jnp.bfloat16.'
     )
   exchange_by = functools.partial(
     scale_by_demo,

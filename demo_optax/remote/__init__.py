@@ -30,7 +30,7 @@ def follow(
 ) -> Iterator[Followed]:
   """Follows the parameters of workers with a relay, without training.
 
-  For evaluation, generation or rollouts in a program of its own, which receives
+  For evaluation, generation or rollouts in a separate program, which receives
   the workers' messages and computes no gradient. It takes a state from a worker
   once, and then applies list after list, with the bits that the workers have on
   hardware of its kind. Nobody waits for it. If it is so late that the relay has

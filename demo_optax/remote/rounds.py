@@ -393,7 +393,7 @@ class Rounds:
     if number == self.round:
       if rank == frames.FOLLOWER:  # no lists need be kept for it any more
         member.joins = False
-      if not member.body:  # who follows has none, and does not heed it
+      if not member.body:  # who follows does not heed it
         self._send(identity, Header(frames.AGAIN, rank, number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.

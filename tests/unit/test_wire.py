@@ -12,7 +12,13 @@ from demo_optax.codes import value_codes
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import Dct, chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import END_WORDS, GATHERED, Packer, Selected
+from demo_optax.exchange.message import (
+  END_WORDS,
+  GATHERED,
+  Packer,
+  Selected,
+  energy,
+)
 from demo_optax.workers import Group
 
 pytestmark = pytest.mark.core
@@ -212,3 +218,14 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
         merged.reshape(grid.coefficients_shape), grid, Dct()
       )
       assert np.all(np.isfinite(update))
+
+
+@pytest.mark.parametrize('columns', [1, 2, 3, 12, 16, 48])
+def test_the_energy_of_many_chunks_is_estimated_from_some(columns):
+  """Whatever the columns of chunks are that hold it."""
+  chunks = np.ones((2304, 4), np.float32)
+  chunks[::columns] = 10
+  found, whole = energy(jnp.asarray(chunks)), np.sum(chunks**2)
+  assert 0.8 * whole < found < 1.25 * whole
+  few = jnp.asarray(chunks[:2047])
+  np.testing.assert_allclose(energy(few), jnp.sum(few**2), rtol=1e-6)
