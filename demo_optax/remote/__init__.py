@@ -10,7 +10,9 @@ See `demo_optax.Workers.remote`. `python -m demo_optax.remote` starts a relay.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import chex
 
 from demo_optax.workers import Workers
 
@@ -22,11 +24,13 @@ class Followed(NamedTuple):
 
   round: int  # that the trainers take part in next, with these arguments
   behind: int  # rounds that are known to be over, and are not applied yet
-  args: tuple[Any, ...]  # of the step, by position
+  args: tuple[chex.ArrayTree, ...]  # of the step, by position
 
 
 def follow(
-  train_step: Callable[..., Any], *args: Any, **kwargs: Any
+  train_step: Callable[..., object],
+  *args: chex.ArrayTree,
+  **kwargs: chex.ArrayTree,
 ) -> Iterator[Followed]:
   """Follows the parameters of workers with a relay, without training.
 
