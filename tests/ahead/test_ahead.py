@@ -89,14 +89,20 @@ def test_sums_have_one_order(program):
   assert not found.get('float_atomics', 0)
 
 
-def test_a_delayed_message_travels_beside_the_whole_model(program):
-  """All products, forward and backward, between its start and its end."""
+def test_a_delayed_message_leaves_before_the_whole_model(program):
+  """On TPUs all products, forward and backward, are before its end.
+
+  XLA:GPU reads it as soon as the profile lets it, beside the products.
+  """
   chosen, found = program
   if not chosen.delayed:
     pytest.skip('the message depends on the gradients')
   (before, beside, behind, _), (*now, _) = found['beside']
-  assert (before, behind) == (0, 0) and beside >= 6
-  assert now == [beside, 0, 0]  # that of the other leaves follows the model
+  assert before == 0 and beside > 0 and beside + behind >= 6
+  if found['target'] not in programs.H100S:
+    assert behind == 0
+  # That of the other leaves follows the model.
+  assert now == [beside + behind, 0, 0]
 
 
 def test_costs_are_within_recorded_bounds(program):
