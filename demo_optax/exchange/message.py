@@ -50,9 +50,8 @@ ENERGIES = 3  # of the momentum, of its sent part, of the rest
 END_WORDS = 1 + ENERGIES  # the status and the energies
 MAX_WEIGHT = 2.0**30  # of a worker; 1 / MAX_WEIGHT is the smallest
 ROW = 128  # words in a row of a gathered message
-_SAMPLE = (
-  1024  # chunks of a kind whose energies are measured, if it has twice as many
-)
+# Chunks of a kind whose energies are measured, if it has twice as many.
+_SAMPLE = 1024
 _GOLDEN = (5**0.5 - 1) / 2
 
 # `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
@@ -261,7 +260,10 @@ class Packer:
       if chunk_format.k < chunk_format.n:
         stays += jnp.maximum(held - energy(values), 0)
       found = jnp.stack([held, energy(sent[number]), stays])
-      known = jnp.sum(found).astype(values.dtype)[None, None]
+      known = jnp.sum(found)
+      # Not NaN, which would change what is subtracted.
+      known = plain.where(jnp.isfinite(known), known, 0)
+      known = known.astype(values.dtype)[None, None]
       sent[number] = rounding.hidden(sent[number], known)
       total += found
     return total

@@ -93,6 +93,20 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
     before = kept
 
 
+@pytest.mark.parametrize('scale', [1.0, 1e25])
+def test_what_is_sent_leaves_the_momentum_to_the_bit(scale):
+  """Also where squares overflow, so that energies are not known."""
+  workers = demo_optax.Workers.simulated(2)
+  compressor = demo_optax.dct_topk(4, 2, proportional=False)
+  tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
+  params = jnp.zeros((8, 8))
+  gradients = np.random.default_rng(0).normal(size=(2, 8, 8)) * scale
+  gradients = jnp.asarray(gradients, jnp.float32)
+  _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  (momentum,) = state.worker_stacked.momentum.values()  # [2, 4 chunks, 16]
+  np.testing.assert_array_equal(jnp.sum(momentum == 0, axis=2), 2)
+
+
 def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
   """Up to a 1e-12th of the largest number, and not beyond."""
   workers = demo_optax.Workers.simulated(2)
