@@ -218,7 +218,6 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
 
   run = Run(s)
-  sent, received, dense = run.bytes_per_step
   seconds, curve = [], {}
   for step in range(s['steps']):
     loss, took = run.step(step)
@@ -227,6 +226,21 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
     if done == s['steps'] or done % (s['steps'] // 8) == 0:
       curve[done] = round(run.evaluate(run.model), 5)
   return {
+    **learned(s, curve, loss, run.bytes_per_step),
+    'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
+    'jax': jax.__version__,
+  }
+
+
+def learned(
+  s: dict[str, Any],
+  curve: dict[int, float],
+  loss: float,
+  bytes_per_step: tuple[float, float, float],
+) -> dict[str, Any]:
+  """What a record of any run has: its settings, losses, and bytes of a step."""
+  sent, received, dense = bytes_per_step
+  return {
     **{k: v for k, v in s.items() if v != DEFAULTS[k]},
     'loss': curve[s['steps']],
     'train_loss': round(loss, 5),
@@ -234,8 +248,6 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
     'sent': sent,
     'received': received,
     'dense': dense,
-    'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
-    'jax': jax.__version__,
   }
 
 

@@ -192,7 +192,6 @@ def train(s: dict[str, Any], path: pathlib.Path | None) -> dict[str, Any]:
     updates, state = method.tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-  sent, received, dense = method.bytes_of(params)
   seconds, curve = [], {}
   quarter = max(s['steps'] // 4, 1)
   for step in range(s['steps']):
@@ -206,13 +205,7 @@ def train(s: dict[str, Any], path: pathlib.Path | None) -> dict[str, Any]:
       curve[done] = round(found, 5)
       print(f'  step {done}: {loss:.4f}, validation {found:.4f}', flush=True)
   return {
-    **{k: v for k, v in s.items() if v != muon.DEFAULTS[k]},
-    'loss': curve[s['steps']],
-    'train_loss': round(loss, 5),
-    'curve': curve,
-    'sent': sent,
-    'received': received,
-    'dense': dense,
+    **muon.learned(s, curve, loss, method.bytes_of(params)),
     'parameters': sum(x.size for x in jax.tree.leaves(params)),
     'first_call_seconds': round(seconds[0], 1),
     'step_ms': round(1e3 * statistics.median(seconds[1:] or seconds), 2),

@@ -261,7 +261,11 @@ def scale_by_demo(
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
     if weight is not None:
-      _check_not_delayed(delayed)
+      if delayed:
+        raise ValueError(
+          'weight must not be given with delayed=True, got one. Leave out'
+          ' delayed, or give no weight.'
+        )
       # By this name it is one of each worker.
       own = {STACKED: checks.checked_weight(weight, workers)}
       given = *given[:3], given[3] | own
@@ -273,7 +277,8 @@ def scale_by_demo(
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    weight = hyper.get(STACKED)
+    hyper = dict(hyper)
+    weight = hyper.pop(STACKED, None)
     config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
@@ -300,9 +305,7 @@ def scale_by_demo(
         config,
         exchanged,
         own,
-        algorithm.Hyper(
-          state.count, *(hyper[name] for name in algorithm.Hyper._fields[1:])
-        ),
+        algorithm.Hyper(state.count, **hyper),
         weight,
       )
     in_order = iter(found)
@@ -330,14 +333,6 @@ def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
   as in every exchange; if all are, the mean is zero.
   """
   return scale_by_demo(None, workers=workers)
-
-
-def _check_not_delayed(delayed: bool) -> None:
-  if delayed:
-    raise ValueError(
-      'weight must not be given with delayed=True, got one. Leave out delayed,'
-      ' or give no weight.'
-    )
 
 
 def check_layout(
