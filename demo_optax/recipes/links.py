@@ -164,8 +164,9 @@ def own_muon(
 
   As `optax.contrib.scale_by_muon`, except that Newton-Schulz runs on stacks of
   matrices: it takes as many kernels for a stack as for a matrix. A matrix whose
-  gradient is zero gets a zero update: orthonormalisation would restore the
-  length of a momentum without gradients. If a gradient is not finite, or so
+  gradient is zero, or below some 1e-19, where squares vanish, gets a zero
+  update: orthonormalisation would restore the length of a momentum without
+  gradients. If a gradient is not finite, or so
   large that squares overflow, matrices become NaN and the state stays.
   """
 
