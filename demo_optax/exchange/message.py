@@ -260,11 +260,8 @@ class Packer:
       if chunk_format.k < chunk_format.n:
         stays += jnp.maximum(held - energy(values), 0)
       found = jnp.stack([held, energy(sent[number]), stays])
-      known = jnp.sum(found)
-      # Not NaN, which would change what is subtracted.
-      known = plain.where(jnp.isfinite(known), known, 0)
-      known = known.astype(values.dtype)[None, None]
-      sent[number] = rounding.hidden(sent[number], known)
+      # No energy is negative, also if it is beyond float32 (infinite or NaN).
+      sent[number] = rounding.after(sent[number], jnp.sum(found) < 0)
       total += found
     return total
 

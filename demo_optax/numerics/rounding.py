@@ -27,10 +27,17 @@ def hidden(x: Array, like: Array) -> Array:
 
   `like` must broadcast with `x`. Where it is NaN, the last bit of `x` flips.
   """
+  return after(x, like != like)
+
+
+def after(x: Array, never: Array) -> Array:
+  """Returns `x` so that compilers compute `never` first: a bool that is false.
+
+  Where it is true, the last bit of `x` flips.
+  """
   bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  zero = (like != like).astype(bits)
-  x = jax.lax.bitcast_convert_type(x, bits) ^ zero
-  return jax.lax.bitcast_convert_type(x, like.dtype)
+  as_bits = jax.lax.bitcast_convert_type(x, bits) ^ never.astype(bits)
+  return jax.lax.bitcast_convert_type(as_bits, x.dtype)
 
 
 def reciprocal(total: Array, dtype: DTypeLike) -> Array:
