@@ -234,6 +234,7 @@ def test_two_programs_of_one_rank(joined, rounds):
   with concurrent.futures.ThreadPoolExecutor() as pool:
     hello = pool.submit(twin.hello, b'{}', b'')
     while not hello.done():
+      joined.clock.now += 0.1
       rounds.round()
   with pytest.raises(RuntimeError, match='Another program'):
     hello.result()
