@@ -492,30 +492,6 @@ def test_wrong_workers_that_come_first(tmp_path):
   assert right.answers == desk.others[0].answers == ['WELCOME']
 
 
-def test_a_program_in_the_place_of_another(tmp_path):
-  """The other one is told, and does not come back."""
-  desk = Desk(tmp_path)
-  desk.one.hello()
-  newer = Worker(desk, 0)
-  desk.workers.append(newer)
-  newer.hello()
-  assert newer.answers == ['REFUSED']
-  desk.wait(3)
-  newer.hello()
-  assert desk.one.answers == ['REFUSED'] and newer.answers == ['REFUSED']
-
-
-@pytest.mark.parametrize('most', [0, 1, 2])
-def test_most_states_of_equal_steps_win(tmp_path, most):
-  """Whatever their ranks; and most steps win over most workers."""
-  desk = Desk(tmp_path)
-  for worker in desk.workers:
-    worker.chain = b'xy'[worker.rank == most :][:1] * frames.CHAIN
-    worker.hello()
-  places = [desk.rounds._members[rank].awaited for rank in range(WORKERS)]
-  assert places == [rank != most for rank in range(WORKERS)]
-
-
 def test_lines_in_the_log(tmp_path, caplog):
   """Workers cause any number of them, and a minute has few."""
   caplog.set_level('INFO')
