@@ -7,60 +7,56 @@ or the state, and nothing else.
 import contextlib
 import pathlib
 import pickle
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
 
 
-class Closed(NamedTuple):
-  """The list of a round that is closed."""
-
-  messages: Sequence[bytes]  # of all ranks, b'' of absent workers
-  wants_state: bool = False  # whether a worker shall send its state
-
-
 class Lists:
-  """The lists of the last rounds, each with the chain before it."""
+  """The lists of the last rounds, each with the chain before it.
 
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
+  `open` is the round whose list is not there yet. `say(text, *values)` logs a
+  list that cannot be kept: workers that miss it must join.
+  """
+
+  def __init__(self, folder: pathlib.Path, say: Callable[..., None]):
+    self._folder, self._say = folder, say
+    self.open = 0
     # The chain before the open round, and before each whose list is kept.
     self._chains: dict[int, bytes] = {}
 
-  def clear(self) -> None:
-    """Forgets all lists."""
-    for number in list(self._chains):
-      self._remove(number)
-
   def begin(self, number: int, chain: bytes) -> None:
-    """Begins with a round that is open."""
-    self.clear()
+    """Forgets all lists, and begins with a round that is open."""
+    self.drop(self.open)
+    self.open = number
     self._chains[number] = chain
 
   def lead_from(self, at: Header) -> bool:
     """Returns whether lists lead from a position to the open round."""
     return self._chains.get(at.round) == at.chain
 
-  def close(self, number: int, closed: Closed) -> None:
-    """Keeps the list of the open round; the next one is open.
+  def close(self, messages: Sequence[bytes]) -> None:
+    """Keeps the list of the open round; the next one is open."""
+    number, chain = self.open, self._chains[self.open]
+    self.open += 1
+    self._chains[self.open] = frames.digest(chain, *messages)
+    self.add(number, chain, messages)
 
-    If the list cannot be kept, workers that miss it must join: an `OSError`.
-    """
-    chain = frames.digest(self._chains[number], *closed.messages)
-    self._chains[number + 1] = chain
-    self._write(number, closed)
+  def add(self, number: int, chain: bytes, messages: Sequence[bytes]) -> None:
+    """Keeps the list of a closed round."""
+    self._chains[number] = chain
+    try:
+      with self._path(number).open('wb') as file:
+        pickle.dump(messages, file)
+    except OSError as error:
+      self._remove(number)
+      self._say('round %d is not kept: %s', number, error)
 
-  def add(self, at: Header, messages: Sequence[bytes]) -> None:
-    """Keeps the list after a position, which leads to the open round."""
-    self._chains[at.round] = at.chain
-    self._write(at.round, Closed(messages))
-
-  def read(self, number: int) -> Closed | None:
+  def read(self, number: int) -> Sequence[bytes] | None:
     """Returns the list of a closed round, or None if its file is lost."""
     try:
-      return Closed(*pickle.loads((self._folder / f'{number}').read_bytes()))
+      return pickle.loads(self._path(number).read_bytes())
     except OSError:
       self._remove(number)
       return None
@@ -70,18 +66,12 @@ class Lists:
     for old in [number for number in self._chains if number <= last]:
       self._remove(old)
 
-  def _write(self, number: int, closed: Closed) -> None:
-    try:
-      with (self._folder / f'{number}').open('wb') as file:
-        pickle.dump(tuple(closed), file)
-    except OSError:
-      self._remove(number)
-      raise
+  def _path(self, number: int) -> pathlib.Path:
+    return self._folder / f'{number}'
 
   def _remove(self, number: int) -> None:
     del self._chains[number]
-    with contextlib.suppress(OSError):
-      (self._folder / f'{number}').unlink()
+    _unlink(self._path(number))
 
 
 class State:
@@ -93,6 +83,11 @@ class State:
     self.since = now  # when the last one came
     self.complete = False
     self._path = folder / 'state'
+
+  @property
+  def next_header(self) -> Header:
+    """The header of the part that is missing next."""
+    return self.header._replace(number=self.parts)
 
   def append(self, part: bytes, now: float) -> None:
     """Keeps the next part, or raises an `OSError`."""
@@ -109,5 +104,9 @@ class State:
 
   def remove(self) -> None:
     """Frees the disk."""
-    with contextlib.suppress(OSError):
-      self._path.unlink()
+    _unlink(self._path)
+
+
+def _unlink(path: pathlib.Path) -> None:
+  with contextlib.suppress(OSError):
+    path.unlink()

@@ -20,10 +20,11 @@ from demo_optax import compressors
 from demo_optax.remote import frames
 from demo_optax.remote import link as link_module
 from demo_optax.remote.link import link_of
-from demo_optax.remote.program import RemoteProgram, _whole
+from demo_optax.remote.program import RemoteProgram
 from demo_optax.remote.relay import Relay
+from demo_optax.remote.states import whole
 
-host = lambda x: np.asarray(_whole(x))
+host = lambda x: np.asarray(whole(x))
 
 # Workers in threads, and those of processes, compile the same programs. In turn,
 # all but the first one find them in the cache.
@@ -278,8 +279,8 @@ def test_bytes_are_those_of_plan(method):
 
   def run(workers):
     link = link_of(workers)
-    real = link.exchange
-    link.exchange = lambda body: sizes.append(len(body)) or real(body)
+    real = link.gather
+    link.gather = lambda body: sizes.append(len(body)) or real(body)
     train(method, workers, [batches(i, 2)[0] for i in (0, 1)])
     return demo_optax.plan(params, compressor, workers).sent_bytes
 

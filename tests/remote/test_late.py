@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from test_bits import METHODS, Joined, host
 
 import demo_optax
-from demo_optax.remote import frames, program
+from demo_optax.remote import frames, rounds
 from demo_optax.remote.link import Position, link_of
 
 INFOS = {}  # of the last run, by rank
@@ -261,7 +261,7 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
   def trained(workers):
     own = Interrupted(link_of(workers))
     if workers.relay.rank == 1:
-      monkeypatch.setattr(own.link, 'exchange', own.exchange)
+      monkeypatch.setattr(own.link, 'gather', own.exchange)
     return train(workers, 12)
 
   with Joined(2) as joined:
@@ -274,7 +274,7 @@ class Interrupted:
   """A link whose exchanges are interrupted, before or after they happened."""
 
   def __init__(self, link):
-    self.link, self.real, self.calls = link, link.exchange, 0
+    self.link, self.real, self.calls = link, link.gather, 0
 
   def exchange(self, body):
     self.calls += bool(body)
@@ -311,7 +311,7 @@ def test_parameters_that_differ(evaluates, monkeypatch):
 
   Also if every round of a check is an evaluation.
   """
-  monkeypatch.setattr(program, 'CHECK_EVERY', 6)
+  monkeypatch.setattr(rounds, 'CHECK_EVERY', 6)
 
   def run(workers):
     before, steps = course.of(workers), iter(range(10_000))
@@ -387,7 +387,7 @@ def test_arguments_that_differ():
 
   with (
     Joined(2) as joined,
-    pytest.raises(RuntimeError, match='different are other arguments'),
+    pytest.raises(RuntimeError, match='others run, got\n  other arguments: '),
   ):
     joined.run(run)
 
@@ -426,7 +426,7 @@ def test_momentum_gives_up_only_what_others_received(is_in, monkeypatch):
   monkeypatch.setattr(link, 'hello', lambda *_: None)
   monkeypatch.setattr(link, 'position', Position(1, b'x' * frames.CHAIN))
   monkeypatch.setattr(
-    link, 'exchange', lambda body: [body if is_in else b'', body]
+    link, 'gather', lambda body: [body if is_in else b'', body]
   )
   tx = demo_optax.demo(1e-2, decay=0.99, workers=workers)
   params = {'w': jnp.zeros((64, 64))}

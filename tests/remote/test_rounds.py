@@ -1,6 +1,5 @@
 """The rounds of a relay without connections, by a clock that the test moves."""
 
-import json
 import os
 import random
 import shutil
@@ -16,12 +15,13 @@ NAMES = """HELLO MESSAGE LISTEN PUSH PULL PAUSE
 KINDS = {getattr(frames, name): name for name in NAMES.split()}
 TRAIN, EVALUATE = (frames.tag('', b'', changes) for changes in (True, False))
 WORKERS = 3
+TEXT = frames.described(WORKERS, {})
 
 
 class Worker:
   """What a worker knows, and the kinds of answers that it has received."""
 
-  def __init__(self, desk, rank, text=b'{}'):
+  def __init__(self, desk, rank, text=TEXT):
     self.desk, self.rank, self.text = desk, rank, text
     self.program = os.urandom(8)
     self.round, self.chain = 0, frames.digest(b'state')
@@ -48,10 +48,8 @@ class Worker:
   def receive(self, header, bodies):
     self.answers.append(KINDS[header.kind])
     if header.kind == frames.LIST and header.round == self.round:
-      rest = iter(bodies[1:])
-      messages = [next(rest) if here else b'' for here in bodies[0]]
       self.round += 1
-      self.chain = frames.digest(self.chain, *messages)
+      self.chain = frames.digest(self.chain, *bodies)
     if header.kind == frames.PULL:
       self.pulled = header, bodies
 
@@ -93,7 +91,7 @@ class Desk:
     member = self.rounds._members.get(0)
     if member is None:
       return 'unknown'
-    if self.rounds._text is None:
+    if not self.rounds._text:
       return 'waiting'
     if member.body:
       return 'sent'
@@ -146,7 +144,7 @@ def hello_after_it_began(desk):
 
 
 def hello_for_other_workers(desk):
-  desk.one.text = json.dumps({'workers': '4'}).encode()
+  desk.one.text = frames.described(4, {})
   desk.one.hello()
 
 
@@ -157,7 +155,7 @@ def hello_with_another_configuration(desk):
     worker.hello()
   desk.wait(301)
   desk.one.answers.clear()
-  desk.one.text = b'{"k": "8"}'
+  desk.one.text = frames.described(WORKERS, {'k': '8'})
   desk.one.hello()
 
 
@@ -174,7 +172,7 @@ def begins_from_more_steps(desk):
 
 def most_exchange_something_else(desk):
   for worker in desk.others:
-    worker.text = b'{"k": "8"}'
+    worker.text = frames.described(WORKERS, {'k': '8'})
     worker.hello()
 
 
@@ -331,20 +329,22 @@ def test_any_number_of_later_joins(tmp_path):
       desk.round_of(desk.others)
 
 
-def test_a_state_that_is_too_old_for_one(tmp_path):
-  """It can only follow from a later round, and another state is asked for."""
+def test_a_damaged_state(tmp_path):
+  """It is dropped, and another one is asked for; one that is newer stays."""
   desk = Desk(tmp_path)
   joining(desk)
   source = desk.others[0]
   source.follow()
   source.send(frames.PUSH, b'early')
-  at = desk.rounds.round + 1
-  desk.round_of(desk.others)
-  desk.one.send(frames.PULL, round=at)
+  desk.one.send(frames.PULL)
+  header, (part,) = desk.one.pulled
+  assert part == b'early'
+  desk.one.send(frames.PULL, header.chain)
   assert not desk.one.pulled[1]
+  desk.round_of(desk.others)
   source.follow()
   source.send(frames.PUSH, b'later')
-  desk.one.send(frames.PULL, round=at)
+  desk.one.send(frames.PULL, header.chain)
   assert desk.one.pulled[1] == (b'later',)
 
 
@@ -417,7 +417,7 @@ def test_a_relay_is_restarted_in_any_round(tmp_path, number):
 def test_what_a_member_says(tmp_path):
   """Nothing that fits a header ends the relay, and other workers begin again."""
   numbers = [0, 1, -1, 2**47, 2**48, 2**62, 2**63 - 1, -(2**63)]
-  bodies = [b'', b'{}', b'[]', b'\xff', b'[' * 10_000, TRAIN, EVALUATE, b'x']
+  bodies = [b'', TEXT, b'[]', b'\xff', b'[' * 10_000, TRAIN, EVALUATE, b'x']
   rng = random.Random(0)
   for _ in range(20):
     desk = Desk(tmp_path, history=3)
@@ -449,12 +449,12 @@ def test_what_a_member_says(tmp_path):
 def test_wrong_workers_that_come_first(tmp_path):
   """Of another count, with another text: those that are right get in."""
   desk = Desk(tmp_path)
-  for text in (b'no json', b'[]', json.dumps({'workers': '4'}).encode()):
+  for text in (b'no json', b'[]', frames.described(4, {})):
     desk.one.text = text
     desk.one.hello()
     assert desk.one.answers == ['REFUSED']
     desk.one.answers.clear()
-  desk.one.text = b'{"k": "9"}'
+  desk.one.text = frames.described(WORKERS, {'k': '9'})
   desk.one.hello()
   for worker in desk.others:
     worker.hello()
@@ -497,10 +497,10 @@ def test_lines_in_the_log(tmp_path, caplog):
   stranger = Worker(desk, 1)
   for number in range(2000):
     desk.one.send(frames.LISTEN, chain=os.urandom(frames.CHAIN))
-    desk.one.send(frames.HELLO, b'{"k": "%d"}' % number)
+    desk.one.send(frames.HELLO, frames.described(WORKERS, {'k': str(number)}))
     desk.one.send(frames.HELLO, b'x' * 5000)
     desk.one.send(frames.LISTEN, *[b''] * 2)
-    desk.one.send(frames.HELLO, b'{}', program=os.urandom(8))
+    desk.one.send(frames.HELLO, TEXT, program=os.urandom(8))
     stranger.send(99, rank=2 + number)
     stranger.send(frames.LISTEN)
     desk.clock.now += 3 * (number % 10 == 0)
