@@ -23,8 +23,8 @@ LISTEN = 3
 # The part `number` of the shared state, for workers that join; answered by the
 # header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state; answered by it, or by a header alone. With
-# the chain of a state that has arrived damaged.
+# A request for a part of that state, with the chain of the state that was taken
+# before: it was damaged, or did not help. Answered by a header, and the part.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6

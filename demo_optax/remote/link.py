@@ -68,6 +68,7 @@ class Link:
     self._signal_at = math.inf  # when a signal came
     self._waits_since = 0.0  # since when one waits for a list or a state
     self._largest = 0  # bytes of a message
+    self._taken = b''  # chain of the state that was taken last
     self._pushing = threading.Thread()
     self._socket = self._connect()
     atexit.register(self.close)
@@ -157,19 +158,19 @@ class Link:
     while True:
       source, parts = self._pull()
       digest, body = parts[: frames.CHAIN], parts[frames.CHAIN :]
+      self._taken = source.chain  # another one if this one does not help
       if frames.digest(body) == digest:
         self.position = Position(source.round, source.chain, (), body[0])
         self.open = max(self.open, source.round)
         self.joined += 1
         return body[1:]
-      self._ask(frames.PULL, 0, source.chain)  # it is damaged: drop it
 
   def _pull(self) -> tuple[Header, memoryview]:
     """Returns a state as it was sent, after its round and chain in a header."""
     parts: list[bytes] = []
     source = Header(frames.PULL, 0)
     while not parts or len(parts[-1]) == frames.PART:
-      header, bodies = self._ask(frames.PULL, len(parts))
+      header, bodies = self._ask(frames.PULL, len(parts), self._taken)
       if not bodies:  # it is not there yet
         time.sleep(_SLICE / 1000)
       elif parts and header.chain != source.chain:  # of a later round
@@ -346,22 +347,19 @@ class SharedLink(Link):
   _said = 0.0  # when the others heard of the first process
 
   def _request(self, *args: Any) -> _Answer:
+    found: Any
     if self._socket is None:
       while not (data := self._from_first(b'')):
         pass  # the first process waits
-      found, error = pickle.loads(data)
-      if error is not None:
-        raise error
-      return found
-    try:
-      found = super()._request(*args)
-    except BaseException as error:
-      is_signal = isinstance(error, KeyboardInterrupt)
-      kind = KeyboardInterrupt if is_signal else RuntimeError
-      others = kind(f'In process 0: {error!r}')
-      self._from_first(pickle.dumps((None, others)))
-      raise
-    self._from_first(pickle.dumps((found, None)))
+      found = pickle.loads(data)
+    else:
+      try:
+        found = super()._request(*args)
+      except BaseException as error:
+        found = error
+      self._from_first(pickle.dumps(found))
+    if isinstance(found, BaseException):
+      raise found
     return found
 
   def while_waiting(self) -> None:

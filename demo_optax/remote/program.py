@@ -284,7 +284,7 @@ class RemoteProgram:
         ' the optimizer of what changes.'
       )
     if frames.changes_state(tag):  # only a later state can be followed
-      self._link.position = Position(self._link.position.round)
+      self._link.position = Position()
       raise Behind
     return True
 

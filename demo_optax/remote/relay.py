@@ -5,8 +5,6 @@ the last lists in temporary files, and this module holds the connections.
 """
 
 import contextlib
-import pathlib
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,9 +46,8 @@ class Relay:
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-      folder = tempfile.TemporaryDirectory(prefix='demo-relay-')
-      path = pathlib.Path(stack.enter_context(folder))
-      self._rounds = Rounds(checked, self._send, path, clock)
+      self._rounds = Rounds(checked, self._send, clock)
+      stack.callback(self._rounds.forget)
       self._closing = stack.pop_all()
 
   @property

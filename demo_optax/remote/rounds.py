@@ -54,7 +54,6 @@ lists. HELLO before the run, or with another configuration, makes no follower.
 import collections
 import dataclasses
 import logging
-import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -145,7 +144,6 @@ class Rounds:
     self,
     options: Options,
     send: Callable[..., None],
-    folder: pathlib.Path,
     clock: Callable[[], float],
   ):
     """Makes the rounds of a relay.
@@ -153,9 +151,8 @@ class Rounds:
     `send(identity, header, *bodies)` sends to a connection, `clock()` returns
     seconds.
     """
-    self.options, self._send = options, send
-    self._folder, self._clock = folder, clock
-    self._lists = Lists(folder, self._say)
+    self.options, self._send, self._clock = options, send, clock
+    self._lists = Lists(self._say)
     self._state: State | None = None
     self._minute = 0.0
     self._lines: collections.Counter[str] = collections.Counter()
@@ -172,6 +169,7 @@ class Rounds:
     self._text = b''  # what all exchange, in a run that has begun
     # By rank; followers by their program.
     self._members: dict[int | bytes, _Member] = {}
+    self._lists.drop(self.round)
     self._drop_state()
     self._began = 0.0  # when the first hello, or message of the round, came
     self._last_seen = self._last_closed = 0.0
@@ -219,7 +217,7 @@ class Rounds:
     match header.kind, bodies:
       case frames.LISTEN, () | (_,):
         self._listen(member, identity, header)
-      case frames.PULL, () | (_,):
+      case frames.PULL, (_,):
         self._pull(member, identity, header, *bodies)
       case frames.MESSAGE, (body,) if body and not member.follows:
         self._message(member, identity, header, body)
@@ -382,11 +380,7 @@ class Rounds:
         self._send(identity, Header(frames.AGAIN, member.rank, number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
-      closed = self._lists.read(number)
-      if closed is None:
-        self._gone(member, identity)
-      else:
-        self._send_list(member, number, closed)
+      self._send_list(member, number, self._lists.read(number))
 
   def _gone(self, member: _Member, identity: bytes) -> None:
     """Says that a worker must join."""
@@ -520,55 +514,43 @@ class Rounds:
 
   def _push(self, identity: bytes, header: Header, part: bytes) -> None:
     """Takes a part; one that is not taken is answered by its own number."""
-    leads = self._lists.lead_from(header)
-    if header.number == 0 and self._wants_state and leads:
-      self._state = State(self._folder, header, self._clock())
-    state = self._state
-    if state is None or state.complete or header != state.next_header:
-      return self._send(identity, header)
+    now = self._clock()
     try:
-      state.append(part, self._clock())
+      leads = self._lists.lead_from(header)
+      if header.number == 0 and self._wants_state and leads:
+        self._drop_state()
+        self._state = State(header, now)
+      state = self._state
+      if state and not state.complete and header == state.next_header:
+        state.append(part, now)
+        header = state.next_header
+        if state.complete:
+          text = 'worker %d has sent its state of round %d, %d parts'
+          self._say(text, header.rank, header.round, state.parts)
     except OSError as error:
       self._say('the state of worker %d is not kept: %s', header.rank, error)
       self._drop_state()
-      return self._send(identity, header)
-    if state.complete:
-      text = 'worker %d has sent its state of round %d, %d parts'
-      self._say(text, header.rank, header.round, state.parts)
-    self._send(identity, state.next_header)
+    self._send(identity, header)
 
   def _pull(
-    self,
-    member: _Member,
-    identity: bytes,
-    header: Header,
-    damaged: bytes = b'',
+    self, member: _Member, identity: bytes, header: Header, taken: bytes
   ) -> None:
     """Sends a part, or the header alone if it is not there yet.
 
-    `damaged` is the chain of a state that has arrived damaged.
+    `taken` is the chain of the state that this worker has taken before, of
+    which it can make no use.
     """
     member.joins, member.awaited = True, False
     state = self._usable_state
-    part: tuple[bytes, ...] = ()
+    part = []
     if state is not None and state.complete:
       at = state.header
-      if damaged == at.chain:
-        self._say('the state of worker %d was damaged', at.rank)
+      if taken == at.chain:
         self._drop_state()
       elif 0 <= header.number < state.parts:
-        part = self._part_of(state, header.number)
+        part.append(state.part(header.number))
         header = header._replace(round=at.round, chain=at.chain)
     self._send(identity, header, *part)
-
-  def _part_of(self, state: State, number: int) -> tuple[bytes, ...]:
-    """Returns a part of a state, or nothing if it cannot be read."""
-    try:
-      return (state.part(number),)
-    except OSError as error:
-      self._say('the state cannot be read: %s', error)
-      self._drop_state()
-      return ()
 
   def _drop_state(self) -> None:
     if self._state is not None:

@@ -16,21 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers.collectives import Met, Programs, meet, meet_p
+from demo_optax.workers.collectives import Programs, meet, meet_p
 from demo_optax.workers.variation import watch_p
 
 # From equations of `meet` at one depth, and what this worker sends in each
 # (None if it only receives), to what all have sent, as in `Met`.
 Exchange = Callable[[list[JaxprEqn], list[Any] | None], Sequence[Any]]
-
-# Makes a program of a function, the variables that it reads and returns, and
-# whether it is the last one of a step.
-Build = Callable[[Callable[..., Any], list[Var], list[Any], bool], Any]
 
 
 class _Meeting(NamedTuple):
@@ -43,11 +38,12 @@ class _Meeting(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """A program between two exchanges."""
+  """A function, then a program, of what is between two exchanges."""
 
-  program: Any
+  run: Any
   reads: list[Var]
   writes: list[Any]
+  is_last: bool
 
 
 class PartedStep:
@@ -59,14 +55,14 @@ class PartedStep:
     wanted: Sequence[int] | None = None,
     follows: bool = False,
     donated: Sequence[int] = (),
-    build: Build | None = None,
+    compiled: Callable[[_Part], Any] | None = None,
   ):
     """Cuts a step that is `flat`.
 
     It returns the outputs of the numbers `wanted`, by default all. One that
     `follows` only receives. The inputs of the numbers `donated` may be
-    overwritten once all exchanges have succeeded. Programs are made by `build`,
-    by default `jax.jit`.
+    overwritten once all exchanges have succeeded. Programs are made of parts by
+    `compiled`, by default `jax.jit`.
     """
     self._jaxpr, self._follows = step.jaxpr, follows
     self._known = dict(zip(step.jaxpr.constvars, step.consts))
@@ -80,12 +76,14 @@ class PartedStep:
     live = self._find_needed(results)
     self.uses = [v in live for v in step.jaxpr.invars]
     self._rounds = self._by_depth()
-    self._parts = self._cut(results, build or self._jit)
+    compiled = compiled or self._jit
+    parts = self._cut(results)
+    self._parts = [part._replace(run=compiled(part)) for part in parts]
 
   def compile(self) -> None:
     """Compiles the parts, those of branches too, before they are run."""
-    for program, reads, _ in self._parts:
-      program.lower(*(v.aval for v in reads)).compile()
+    for part in self._parts:
+      part.run.lower(*(v.aval for v in part.reads)).compile()
     for meeting in self._meetings.values():
       for branch in meeting.branches:
         branch.compile()
@@ -103,10 +101,10 @@ class PartedStep:
       if runs_ahead:
         _run_part(next(parts), values)
       self._meet(meetings, values, exchange)
-    program, reads, _ = next(parts)
-    last = [values[v] for v in reads]
+    part = next(parts)
+    last = [values[v] for v in part.reads]
     values.clear()  # drops all other references to donated arrays
-    return list(program(*last))
+    return list(part.run(*last))
 
   def _can_run_ahead(self, number: int) -> bool:
     """Returns whether the program after a round need not wait for it."""
@@ -189,8 +187,8 @@ class PartedStep:
       depths.update(dict.fromkeys(eqn.outvars, depth))
     return [rounds[depth] for depth in sorted(rounds)]
 
-  def _cut(self, results: list[Any], build: Build) -> list[_Part]:
-    """Returns programs, one before each round, and the last one.
+  def _cut(self, results: list[Any]) -> list[_Part]:
+    """Returns parts, one before each round, and the last one.
 
     An equation is in the first part that needs it: what a message does not
     depend on is computed after it was sent. A constant, which reads nothing, is
@@ -207,39 +205,31 @@ class PartedStep:
       later = {*_read_by(pending), *_variables(results)}
       later = {*sent, *later.intersection(_made_by(once))}
       writes = [v for v in _made_by(eqns) if v in later]
-      parts.append(self._part(eqns, writes, build, False))
-    parts.append(self._part(pending, results, build, True))
-    return parts
+      parts.append(self._part(eqns, writes, False))
+    return [*parts, self._part(pending, results, True)]
 
   def _part(
-    self, eqns: list[JaxprEqn], writes: list[Any], build: Build, is_last: bool
+    self, eqns: list[JaxprEqn], writes: list[Any], is_last: bool
   ) -> _Part:
-    """Returns a program of some equations."""
     made = {*_made_by(eqns)}
-    reads = dict.fromkeys([*_read_by(eqns), *_variables(writes)])
-    ins = [v for v in reads if v not in made]
-    program = build(
-      _function(self._jaxpr, eqns, ins, writes), ins, writes, is_last
-    )
-    return _Part(program, ins, writes)
+    several = dict.fromkeys([*_read_by(eqns), *_variables(writes)])
+    reads = [v for v in several if v not in made]
+    run = _function(self._jaxpr, eqns, reads, writes)
+    return _Part(run, reads, writes, is_last)
 
-  def _jit(
-    self,
-    part: Callable[..., Any],
-    reads: list[Var],
-    writes: list[Any],
-    is_last: bool,
-  ) -> Any:
+  def _jit(self, part: _Part) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     kept = {*self._known, *self._jaxpr.invars} - self._donated
-    kept.update(_variables(writes))
-    free = [_form(v) for v in writes if v not in reads] if is_last else []
+    kept.update(_variables(part.writes))
+    free = []
+    if part.is_last:
+      free = [_form(v) for v in part.writes if v not in part.reads]
     donated = []
-    for number, v in enumerate(reads):
+    for number, v in enumerate(part.reads):
       if v not in kept and _form(v) in free:
         free.remove(_form(v))
         donated.append(number)
-    return jax.jit(part, donate_argnums=donated)
+    return jax.jit(part.run, donate_argnums=donated)
 
 
 def meetings_in(jaxpr: Jaxpr) -> list[str]:
@@ -263,8 +253,8 @@ def _is_early(eqn: JaxprEqn) -> bool:
 
 
 def _run_part(part: _Part, values: dict[Var, Any]) -> None:
-  program, reads, writes = part
-  values.update(zip(writes, program(*[values[v] for v in reads])))
+  found = part.run(*[values[v] for v in part.reads])
+  values.update(zip(part.writes, found))
 
 
 def _read(values: dict[Var, Any], atom: Any) -> Any:
@@ -353,37 +343,34 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   specs = dict(zip(body.invars, eqn.params['in_specs']))
   devices = P(mesh.axis_names)
 
-  def build(
-    part: Callable[..., Any],
-    reads: list[Var],
-    writes: list[Any],
-    is_last: bool,
-  ) -> Any:
+  def compiled(part: _Part) -> Any:
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
       own = []
-      for v, x in zip(reads, arrays):
+      for v, x in zip(part.reads, arrays):
         own.append(x if v in specs else x[0])  # from [1, ...] on each device
-      found = part(*own)
-      return found if is_last else [x[None] for x in found]
+      found = part.run(*own)
+      return found if part.is_last else [x[None] for x in found]
 
-    of_results = eqn.params['out_specs']
+    out_specs = [devices] * len(part.writes)
+    if part.is_last:
+      out_specs = list(eqn.params['out_specs'])
+    in_specs = tuple(specs.get(v, devices) for v in part.reads)
     return jax.shard_map(
       on_device,
       mesh=mesh,
-      in_specs=tuple(specs.get(v, devices) for v in reads),
-      out_specs=list(of_results) if is_last else [devices] * len(writes),
+      in_specs=in_specs,
+      out_specs=out_specs,
       check_vma=False,
     )
 
-  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Met]:
+  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
     found = []
     for eqn, x in zip(eqns, sent or []):  # f32[devices, ...]
-      met = meet(x, Programs(eqn.params['size']), _is_early(eqn))
-      rows = jnp.moveaxis(met.rows, 1, 0)  # f32[devices, workers, ...]
-      flags = [
-        jnp.broadcast_to(flag, (len(x), *flag.shape)) for flag in met[1:]
-      ]
-      found.append(Met(rows, *flags))
+      rows, *flags = meet(x, Programs(eqn.params['size']), _is_early(eqn))
+      # From f32[workers, devices, ...]; all devices have the same flags.
+      to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
+      found.append(to_devices(rows, flags))
     return found
 
-  return PartedStep(ClosedJaxpr(body, []), build=build).run(ins, exchange)
+  parts = PartedStep(ClosedJaxpr(body, []), compiled=compiled)
+  return parts.run(ins, exchange)

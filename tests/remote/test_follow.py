@@ -232,8 +232,8 @@ def test_a_hundred():
       link.close()
 
 
-def test_they_take_part_in_nothing(tmp_path):
-  desk = Desk(tmp_path)
+def test_they_take_part_in_nothing():
+  desk = Desk()
   follower = Worker(desk, frames.FOLLOWER)
   desk.workers.append(follower)
   follower.hello()  # before the run
@@ -264,13 +264,13 @@ def test_they_take_part_in_nothing(tmp_path):
   assert follower.answers[5:] == ['LIST']
   # Without a request for a minute it is forgotten.
   desk.wait(61)
-  assert not desk.rounds._followers
+  assert [*desk.rounds._members] == [0, 1, 2]
   follower.send(frames.LISTEN)
   assert follower.answers[-1] == 'UNKNOWN'
 
 
-def test_they_join_as_workers_do(tmp_path):
-  desk = Desk(tmp_path, history=2)
+def test_they_join_as_workers_do():
+  desk = Desk(history=2)
   follower = Worker(desk, frames.FOLLOWER)
   awaited(desk)
   desk.workers.append(follower)
@@ -280,12 +280,12 @@ def test_they_join_as_workers_do(tmp_path):
   follower.hello()
   follower.send(frames.LISTEN)
   assert follower.answers == ['WELCOME', 'GONE']
-  follower.send(frames.PULL)
+  follower.send(frames.PULL, b'')
   assert not follower.pulled[1]
   desk.round_of(trainers)
   source.follow()
   source.send(frames.PUSH, b'state')
-  follower.send(frames.PULL)
+  follower.send(frames.PULL, b'')
   header, (part,) = follower.pulled
   assert part == b'state'
   follower.round, follower.chain = header.round, header.chain
@@ -295,9 +295,9 @@ def test_they_join_as_workers_do(tmp_path):
   assert follower.round == desk.rounds.round
 
 
-def test_workers_that_have_left_while_others_follow(tmp_path):
+def test_workers_that_have_left_while_others_follow():
   """The run is forgotten, although somebody listens."""
-  desk = Desk(tmp_path)
+  desk = Desk()
   joining(desk)
   follower = Worker(desk, frames.FOLLOWER)
   follower.round, follower.chain = desk.rounds.round, desk.others[0].chain
@@ -305,14 +305,14 @@ def test_workers_that_have_left_while_others_follow(tmp_path):
   follower.hello()
   for _ in range(12):
     desk.wait(30)
-    desk.one.send(frames.PULL)
+    desk.one.send(frames.PULL, b'')
     follower.send(frames.LISTEN)
   assert not desk.rounds._text
 
 
-def test_no_more_than_a_relay_can_serve(tmp_path, monkeypatch):
+def test_no_more_than_a_relay_can_serve(monkeypatch):
   monkeypatch.setattr('demo_optax.remote.rounds._FOLLOWERS', 5)
-  desk = Desk(tmp_path)
+  desk = Desk()
   awaited(desk)
   followers = [Worker(desk, frames.FOLLOWER) for _ in range(8)]
   desk.workers += followers

@@ -41,7 +41,7 @@ def sketch(hardware, state):
 
 
 @pytest.mark.parametrize(
-  'states, majority',
+  'found, majority',
   [
     ('a equal, a equal, a equal', [0, 1, 2]),
     ('a equal', [0]),
@@ -69,8 +69,8 @@ def sketch(hardware, state):
     ('a nan, a nan, a equal, a equal, b rounded', [2, 3, 4]),
   ],
 )
-def test_majority(states, majority):
-  sketches = dict(enumerate(sketch(s[0], s[2:]) for s in states.split(', ')))
+def test_majority(found, majority):
+  sketches = dict(enumerate(sketch(s[0], s[2:]) for s in found.split(', ')))
   assert states.majority(sketches) == majority
 
 
