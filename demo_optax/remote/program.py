@@ -105,6 +105,7 @@ class RemoteProgram:
     the next round, and how many rounds are over that are not applied yet.
     """
     self._tag_training(arrays)
+    self._follower()  # is compiled now, not after the state was taken
     link, current = self._link, list(arrays)
     while True:
       try:
@@ -153,7 +154,9 @@ class RemoteProgram:
     self._given = [n for n in kept if self._types[n].size <= _FEW]
     self._others = [n for n in kept if self._types[n].size > _FEW]
     step = flat(traced)
-    self._plan = self._compiled(PartedStep(step, donated=self._donated))
+    self._plan = PartedStep(step, donated=self._donated)
+    if self._rank != frames.FOLLOWER:
+      self._compile(self._plan)
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
     self._text = agreement.describe(configs) | {
@@ -162,16 +165,16 @@ class RemoteProgram:
     }
     self._step, self._returned = step, returned
 
-  def _compiled(self, plan: PartedStep) -> PartedStep:
+  def _compile(self, plan: PartedStep) -> None:
     if self._workers.mesh is None:  # else shardings are known when it runs
       plan.compile()
-    return plan
 
   def _follower(self) -> PartedStep:
     """Returns the program that applies lists, without gradients."""
     if self._follows is None:
-      plan = PartedStep(self._step, [*self._nexts.values()], follows=True)
-      self._follows = self._compiled(plan)
+      nexts = [*self._nexts.values()]
+      self._follows = PartedStep(self._step, nexts, follows=True)
+      self._compile(self._follows)
     return self._follows
 
   def _tag_training(self, arrays: Sequence[Any]) -> None:

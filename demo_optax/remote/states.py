@@ -102,17 +102,24 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   for x in map(data, arrays):
     start = np.zeros(x.ndim, np.uint32)
     digests.append(packing.digest_block(x, start, x.shape))
-    is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
-    if jnp.iscomplexobj(x):
-      x = jnp.stack([x.real, x.imag])
-    x = jnp.ravel(x).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0)  # NaN if one is
-    is_compared = jnp.isfinite(x) & is_rounded  # of integers all bits count
-    scale = jnp.max(jnp.abs(x), initial=0, where=is_compared)
-    some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
-    some = jnp.pad(some, (0, _SAMPLE - some.size))
-    samples.append(jnp.concatenate([jnp.stack([scale, largest]), some]))
+    samples.append(_samples(x))
   return jnp.array(digests), jnp.array(samples)
+
+
+def _samples(x: jax.Array) -> jax.Array:
+  """Returns f32[2 + samples]: a scale, the largest number, and some numbers."""
+  is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
+  if jnp.iscomplexobj(x):
+    x = jnp.stack([x.real, x.imag])
+  numbers = jnp.ravel(x).astype(jnp.float32)
+  sizes = jnp.abs(numbers)
+  largest = jnp.max(sizes, initial=0)  # NaN if one is
+  is_compared = jnp.isfinite(sizes) & is_rounded  # of integers all bits count
+  scale = jnp.max(sizes, initial=0, where=is_compared)
+  stride = max(1, numbers.size // _SAMPLE)
+  some = numbers[::stride][:_SAMPLE]
+  some = jnp.pad(some, (0, _SAMPLE - some.size))
+  return jnp.concatenate([jnp.stack([scale, largest]), some])
 
 
 def majority(sketches: Mapping[int, bytes]) -> list[int]:
@@ -146,6 +153,6 @@ def _are_close(one: bytes, other: bytes) -> bool:
 
 
 def _samples_of(sent: bytes) -> np.ndarray:
-  """Returns f32[arrays, 2 + samples]: scale, largest number, samples."""
+  """Returns the samples in a sketch, f32[arrays, 2 + samples]."""
   numbers = np.frombuffer(sent, np.float32, offset=2 * frames.CHAIN)
   return numbers.reshape(-1, 2 + _SAMPLE)

@@ -5,10 +5,7 @@ import functools
 import logging
 import os
 import pathlib
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -295,30 +292,11 @@ def test_a_bad_address_or_rank():
     remote('127.0.0.1:7077', rank=0, count=2)
 
 
-def test_the_command(tmp_path):
-  """It prints where it listens, and ends at SIGTERM."""
-  run = [sys.executable, '-m', 'demo_optax.remote']
-  keys = subprocess.run(
-    [*run, 'keys', str(tmp_path), '--workers', '2'],
-    check=True,
-    text=True,
-    capture_output=True,
-    timeout=60,
-  )
-  names = [pathlib.Path(name).name for name in keys.stdout.split()]
+def test_the_command_for_keys(tmp_path, capsys):
+  command.write_keys([str(tmp_path), '--workers', '2'])
+  names = [pathlib.Path(x).name for x in capsys.readouterr().out.split()]
   of_workers = ['worker-0.key', 'worker-1.key']
   assert names == ['relay.key', *of_workers, 'follower.key']
-  with subprocess.Popen(
-    [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
-  ) as process:
-    assert process.stdout.readline().startswith(
-      'relay for 2 workers on tcp://127.0.0.1:'
-    )
-    assert process.stdout.readline() == (
-      'no keys: this machine alone can reach it\n'
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize(
