@@ -296,6 +296,8 @@ class Link:
           ask_at = now
           if answer.round == header.round:
             frame = whole
+        elif kind == frames.HELLO and answer.kind == frames.AGAIN:
+          ask_at = now + _ASK / 2
       elif now - warned > _WARN:
         warned = now
         _LOG.warning(
