@@ -12,7 +12,7 @@ the program after it runs while its messages travel.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,7 +102,7 @@ class PartedStep:
         _run_part(next(parts), values)
       self._meet(meetings, values, exchange)
     part = next(parts)
-    last = [values[v] for v in part.reads]
+    last = _read(values, part.reads)
     values.clear()  # drops all other references to donated arrays
     return list(part.run(*last))
 
@@ -111,8 +111,8 @@ class PartedStep:
     meetings = self._rounds[number]
     if number + 1 == len(self._rounds) or not _is_early(meetings[0].eqn):
       return False
-    awaited = [v for meeting in meetings for v in meeting.writes]
-    return set(awaited).isdisjoint(self._parts[number + 1].reads)
+    awaited = set(self._parts[number + 1].reads)
+    return all(awaited.isdisjoint(meeting.writes) for meeting in meetings)
 
   def _meet(
     self,
@@ -125,13 +125,12 @@ class PartedStep:
     if meets:
       sent = None
       if not self._follows:
-        sent = [_read(values, eqn.invars[0]) for eqn in meets]
+        sent = _read(values, [eqn.invars[0] for eqn in meets])
       for eqn, met in zip(meets, exchange(meets, sent)):
         values.update(zip(eqn.outvars, met))
     for eqn, _, writes, branches in meetings:
       if branches:
-        # Of arrays that no branch uses, one that follows may have none.
-        number, *operands = [_read(values, v) for v in eqn.invars]
+        number, *operands = _read(values, eqn.invars)
         found = branches[int(number)].run(operands, exchange)
         values.update(zip(writes, found))
 
@@ -196,10 +195,9 @@ class PartedStep:
     """
     parts: list[_Part] = []
     pending = self._computed
-    sent = [v for m in self._meetings.values() for v in m.reads]
+    sent = _sent_by(self._meetings.values())
     for meetings in self._rounds:
-      wanted = [v for meeting in meetings for v in meeting.reads]
-      eqns = _needed_for(wanted, pending)
+      eqns = _needed_for(_sent_by(meetings), pending)
       once = {eqn for eqn in eqns if _variables(eqn.invars)}
       pending = [eqn for eqn in pending if eqn not in once]
       later = {*_read_by(pending), *_variables(results)}
@@ -253,24 +251,42 @@ def _is_early(eqn: JaxprEqn) -> bool:
 
 
 def _run_part(part: _Part, values: dict[Var, Any]) -> None:
-  found = part.run(*[values[v] for v in part.reads])
+  found = part.run(*_read(values, part.reads))
   values.update(zip(part.writes, found))
 
 
-def _read(values: dict[Var, Any], atom: Any) -> Any:
-  return values.get(atom) if isinstance(atom, Var) else atom.val
+def _read(values: Mapping[Var, Any], atoms: Iterable[Any]) -> list[Any]:
+  """Returns the values of variables, None of those that are not needed."""
+  found = []
+  for atom in atoms:
+    is_variable = isinstance(atom, Var)
+    found.append(values.get(atom) if is_variable else atom.val)
+  return found
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
   return [v for v in atoms if isinstance(v, Var)]
 
 
+def _sent_by(meetings: Iterable[_Meeting]) -> list[Var]:
+  found = []
+  for meeting in meetings:
+    found += meeting.reads
+  return found
+
+
 def _read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  return [v for eqn in eqns for v in _variables(eqn.invars)]
+  found = []
+  for eqn in eqns:
+    found += _variables(eqn.invars)
+  return found
 
 
 def _made_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  return [v for eqn in eqns for v in eqn.outvars]
+  found: list[Var] = []
+  for eqn in eqns:
+    found += eqn.outvars
+  return found
 
 
 def _needed_for(
@@ -315,7 +331,7 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
   for eqn in jaxpr.eqns:
-    ins = [_read(values, v) for v in eqn.invars]
+    ins = _read(values, eqn.invars)
     name = eqn.primitive.name
     is_call = name in ('pjit', 'jit', 'shard_map') and _exchanges(eqn)
     if eqn.primitive is watch_p:
@@ -327,9 +343,9 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
     else:
       reads = list(dict.fromkeys(_variables(eqn.invars)))
       run = _function(jaxpr, [eqn], reads, eqn.outvars)
-      found = run(*[values[v] for v in reads])
+      found = run(*_read(values, reads))
     values.update(zip(eqn.outvars, found))
-  return [_read(values, v) for v in jaxpr.outvars]
+  return _read(values, jaxpr.outvars)
 
 
 def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
