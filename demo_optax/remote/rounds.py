@@ -53,7 +53,7 @@ new one is refused.
 
 A *follower* takes part in no round: nobody waits for it, and a minute without a
 request ends it. It is answered what a worker would be that joins: a state, then
-lists. HELLO before the run, or with another configuration, makes no follower.
+lists. One that comes before the run asks again.
 """
 
 import collections
@@ -275,8 +275,9 @@ class Rounds:
       return self._refuse_text(member, self._text)
     old = self._members.get(key)
     if member.follows:
-      room = self.options.workers + _FOLLOWERS
-      if not self._text or len(self._members) >= room:
+      if not self._text:
+        return self._send(member.identity, Header(frames.AGAIN, rank))
+      if len(self._members) >= self.options.workers + _FOLLOWERS:
         return
     elif old is None or old.hello.program != header.program:
       self._say('worker %d says hello, round %d', rank, header.round)
