@@ -46,14 +46,9 @@ class Relay:
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-      self._rounds = Rounds(checked, self._send, clock)
-      stack.callback(self._rounds.forget)
+      self.rounds = Rounds(checked, self._send, clock)
+      stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
-
-  @property
-  def round(self) -> int:
-    """The round that is open."""
-    return self._rounds.round
 
   def serve(self, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Serves until `should_stop()` is true."""
@@ -61,7 +56,7 @@ class Relay:
       while not should_stop():
         if self._socket.poll(_TICK):
           self._take(self._socket.recv_multipart(copy=False))
-        self._rounds.look_at_the_clock()
+        self.rounds.look_at_the_clock()
 
   def _open(
     self, stack: contextlib.ExitStack, address: str, options: Options
@@ -102,7 +97,7 @@ class Relay:
     if self._ranks:
       key_rank = self._ranks.get(str(received[1].get('User-Id')), -1)
     identity, *rest = [frame.bytes for frame in received]
-    self._rounds.take(identity, key_rank, *rest)
+    self.rounds.take(identity, key_rank, *rest)
 
   def _send(self, identity: bytes, header: Header, *bodies: bytes) -> None:
     # The worker may be gone, or not read.

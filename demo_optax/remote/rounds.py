@@ -298,7 +298,8 @@ class Rounds:
     """Returns why a hello cannot be that of a worker of this run, or ''."""
     first, _, _ = member.text.partition(b'\n')
     expected = frames.described(self.options.workers, {})
-    if first != expected:
+    is_possible = 0 <= member.hello.round < _MAX_ROUND
+    if first != expected or not is_possible:
       found = first[:_LINE].decode('utf-8', 'replace')
       return (
         f'count must be that of the relay, {expected.decode()}, got {found}'
@@ -306,8 +307,6 @@ class Rounds:
         ' relay, or the relay with other --workers, and both with one version'
         ' of demo_optax.'
       )
-    if not 0 <= member.hello.round < _MAX_ROUND:
-      return 'A hello must be that of a worker, got a round that cannot be.'
     return ''
 
   def _gather(self, now: float) -> None:

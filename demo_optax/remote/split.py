@@ -12,7 +12,8 @@ the program after it runs while its messages travel.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers.collectives import Programs, meet, meet_p
+from demo_optax.workers.equations import (
+  function_of,
+  made_by,
+  read_by,
+  values_of,
+  variables,
+)
 from demo_optax.workers.variation import watch_p
 
 # From equations of `meet` at one depth, and what this worker sends in each
@@ -102,7 +110,7 @@ class PartedStep:
         _run_part(next(parts), values)
       self._meet(meetings, values, exchange)
     part = next(parts)
-    last = _read(values, part.reads)
+    last = values_of(values, part.reads)
     values.clear()  # drops all other references to donated arrays
     return list(part.run(*last))
 
@@ -125,18 +133,18 @@ class PartedStep:
     if meets:
       sent = None
       if not self._follows:
-        sent = _read(values, [eqn.invars[0] for eqn in meets])
+        sent = values_of(values, [eqn.invars[0] for eqn in meets])
       for eqn, met in zip(meets, exchange(meets, sent)):
         values.update(zip(eqn.outvars, met))
     for eqn, _, writes, branches in meetings:
       if branches:
-        number, *operands = _read(values, eqn.invars)
+        number, *operands = values_of(values, eqn.invars)
         found = branches[int(number)].run(operands, exchange)
         values.update(zip(writes, found))
 
   def _find_needed(self, results: Sequence[Any]) -> set[Var]:
     """Finds the equations that are needed; returns all variables they read."""
-    live = {*_variables(results)}
+    live = {*variables(results)}
     for eqn in reversed(self._jaxpr.eqns):
       if _exchanges(eqn):
         meeting = self._meeting(eqn, live)
@@ -144,13 +152,13 @@ class PartedStep:
         live.update(meeting.reads)
       elif live & {*eqn.outvars} or (eqn.effects and not self._follows):
         self._computed.append(eqn)
-        live.update(_variables(eqn.invars))
+        live.update(variables(eqn.invars))
     self._computed.reverse()
     return live
 
   def _meeting(self, eqn: JaxprEqn, live: set[Var]) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
-      sent = [] if self._follows else _variables(eqn.invars)
+      sent = [] if self._follows else variables(eqn.invars)
       return _Meeting(eqn, sent, eqn.outvars, [])
     name = eqn.primitive.name
     if name != 'cond':
@@ -167,9 +175,9 @@ class PartedStep:
     number, *operands = eqn.invars
     reads = [number]
     for branch in branches:
-      reads += [v for v, is_used in zip(operands, branch.uses) if is_used]
+      reads += itertools.compress(operands, branch.uses)
     writes = [eqn.outvars[i] for i in wanted]
-    return _Meeting(eqn, _variables(reads), writes, branches)
+    return _Meeting(eqn, variables(reads), writes, branches)
 
   def _by_depth(self) -> list[list[_Meeting]]:
     """Returns what exchanges, by the number of exchanges before it."""
@@ -177,7 +185,7 @@ class PartedStep:
     rounds: dict[int, list[_Meeting]] = {}
     # Of all equations: one that only receives must count as the others do.
     for eqn in self._jaxpr.eqns:
-      before = [depths.get(v, 0) for v in _variables(eqn.invars)]
+      before = [depths.get(v, 0) for v in variables(eqn.invars)]
       depth = max(before, default=0)
       if eqn in self._meetings:
         depth -= _is_early(eqn)
@@ -198,27 +206,20 @@ class PartedStep:
     sent = _sent_by(self._meetings.values())
     for meetings in self._rounds:
       eqns = _needed_for(_sent_by(meetings), pending)
-      once = {eqn for eqn in eqns if _variables(eqn.invars)}
+      once = {eqn for eqn in eqns if variables(eqn.invars)}
       pending = [eqn for eqn in pending if eqn not in once]
-      later = {*_read_by(pending), *_variables(results)}
-      later = {*sent, *later.intersection(_made_by(once))}
-      writes = [v for v in _made_by(eqns) if v in later]
-      parts.append(self._part(eqns, writes, False))
-    return [*parts, self._part(pending, results, True)]
-
-  def _part(
-    self, eqns: list[JaxprEqn], writes: list[Any], is_last: bool
-  ) -> _Part:
-    made = {*_made_by(eqns)}
-    several = dict.fromkeys([*_read_by(eqns), *_variables(writes)])
-    reads = [v for v in several if v not in made]
-    run = _function(self._jaxpr, eqns, reads, writes)
-    return _Part(run, reads, writes, is_last)
+      later = {*read_by(pending), *variables(results)}
+      later = {*sent, *later.intersection(made_by(once))}
+      writes = [v for v in made_by(eqns) if v in later]
+      run, reads = function_of(self._jaxpr, eqns, writes)
+      parts.append(_Part(run, reads, writes, is_last=False))
+    run, reads = function_of(self._jaxpr, pending, results)
+    return [*parts, _Part(run, reads, results, is_last=True)]
 
   def _jit(self, part: _Part) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     kept = {*self._known, *self._jaxpr.invars} - self._donated
-    kept.update(_variables(part.writes))
+    kept.update(variables(part.writes))
     free = []
     if part.is_last:
       free = [_form(v) for v in part.writes if v not in part.reads]
@@ -251,41 +252,14 @@ def _is_early(eqn: JaxprEqn) -> bool:
 
 
 def _run_part(part: _Part, values: dict[Var, Any]) -> None:
-  found = part.run(*_read(values, part.reads))
+  found = part.run(*values_of(values, part.reads))
   values.update(zip(part.writes, found))
-
-
-def _read(values: Mapping[Var, Any], atoms: Iterable[Any]) -> list[Any]:
-  """Returns the values of variables, None of those that are not needed."""
-  found = []
-  for atom in atoms:
-    is_variable = isinstance(atom, Var)
-    found.append(values.get(atom) if is_variable else atom.val)
-  return found
-
-
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-  return [v for v in atoms if isinstance(v, Var)]
 
 
 def _sent_by(meetings: Iterable[_Meeting]) -> list[Var]:
   found = []
   for meeting in meetings:
     found += meeting.reads
-  return found
-
-
-def _read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  found = []
-  for eqn in eqns:
-    found += _variables(eqn.invars)
-  return found
-
-
-def _made_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  found: list[Var] = []
-  for eqn in eqns:
-    found += eqn.outvars
   return found
 
 
@@ -297,16 +271,8 @@ def _needed_for(
   for eqn in reversed(eqns):
     if not needed.isdisjoint(eqn.outvars):
       found.append(eqn)
-      needed.update(_variables(eqn.invars))
+      needed.update(variables(eqn.invars))
   return found[::-1]
-
-
-def _function(
-  jaxpr: Jaxpr, eqns: list[JaxprEqn], ins: list[Var], outs: list[Any]
-) -> Callable[..., list[Any]]:
-  """Returns a function of some equations of a program."""
-  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
-  return core.jaxpr_as_fun(ClosedJaxpr(part, []))
 
 
 def _form(v: Any) -> Any:
@@ -331,7 +297,7 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
   for eqn in jaxpr.eqns:
-    ins = _read(values, eqn.invars)
+    ins = values_of(values, eqn.invars)
     name = eqn.primitive.name
     is_call = name in ('pjit', 'jit', 'shard_map') and _exchanges(eqn)
     if eqn.primitive is watch_p:
@@ -341,11 +307,10 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
     elif is_call:
       found = _replay(eqn.params['jaxpr'], *ins)
     else:
-      reads = list(dict.fromkeys(_variables(eqn.invars)))
-      run = _function(jaxpr, [eqn], reads, eqn.outvars)
-      found = run(*_read(values, reads))
+      run, reads = function_of(jaxpr, [eqn], eqn.outvars)
+      found = run(*values_of(values, reads))
     values.update(zip(eqn.outvars, found))
-  return _read(values, jaxpr.outvars)
+  return values_of(values, jaxpr.outvars)
 
 
 def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:

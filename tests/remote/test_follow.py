@@ -56,7 +56,7 @@ class Pace:
       return True
     if self.of_follower:
       return max(self.of_workers) - max(self.of_follower) < 3
-    members = list(self.joined.relay._rounds._members.values())
+    members = list(self.joined.relay.rounds._members.values())
     return any(member.follows for member in members)
 
 
@@ -218,7 +218,7 @@ def test_a_hundred():
 
     def train():
       """The state is sent after the first round that has asked for it."""
-      while joined.relay._rounds._state is None:
+      while joined.relay.rounds._state is None:
         rounds.round()
         if source.position.then == frames.SEND:
           source.send_state(state)
@@ -359,6 +359,6 @@ def test_the_key_of_followers(tmp_path):
     header = frames.Header(frames.MESSAGE, 0, 1, 0, worker.position.chain)
     thief._socket.send_multipart([header.pack(), TRAIN])
     assert not thief._socket.poll(300)
-    assert joined.relay.round == 1
+    assert joined.relay.rounds.round == 1
     for link in (worker, own, thief):
       link.close()

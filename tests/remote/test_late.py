@@ -54,13 +54,13 @@ def miss(joined, count):
   """What a worker calls to be late: the others end rounds without it."""
 
   def away(_):
-    number = joined.relay.round
+    number = joined.relay.rounds.round
     pass_when(
       joined,
       lambda members: sum(bool(m.body) for m in members) == joined.count - 1,
       61,
     )
-    wait_until(lambda: joined.relay.round >= number + count)
+    wait_until(lambda: joined.relay.rounds.round >= number + count)
 
   return away
 

@@ -62,9 +62,9 @@ class Links:
         lambda members: sum(bool(m.body) for m in members) == len(links),
         0,
       )
-      number = joined.relay.round
+      number = joined.relay.rounds.round
       time.sleep(0.1)
-      held.append(joined.relay.round == number)
+      held.append(joined.relay.rounds.round == number)
       joined.clock.now += 61
 
     thread = threading.Thread(target=pass_deadline)
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   for one in (*sockets, *half_open):
     one.close()
   rounds.round()
-  assert joined.relay.round == rounds.links[0].position.round
+  assert joined.relay.rounds.round == rounds.links[0].position.round
   assert any('refused' in r.message for r in caplog.records)
 
 
@@ -394,7 +394,7 @@ def test_a_longer_run_that_comes_back(rounds, joined):
     ],
   )
   assert [len(found) for found in lists] == [3, 3]
-  assert joined.relay.round == 4
+  assert joined.relay.rounds.round == 4
   with pytest.raises(Behind):
     new.gather(bytes(frames.CHAIN))
   new.close()
@@ -455,7 +455,7 @@ def test_a_run_that_all_have_left(joined):
     assert all(isinstance(error, Behind) for error in found)
 
     def minutes():
-      while joined.relay._rounds._members:
+      while joined.relay.rounds._members:
         joined.clock.now += 20
         time.sleep(0.15)  # they ask in between
 
