@@ -135,6 +135,13 @@ class Joined:
     return found
 
 
+def state_is_sent(workers):
+  """Waits for the state that a worker sends: no history is short for it."""
+  pushing = link_of(workers)._pushing
+  if pushing.is_alive():
+    pushing.join(20)
+
+
 def pass_when(joined, is_so, seconds):
   """Lets time pass for the relay when its members are as expected."""
   wait_until(lambda: is_so(list(joined.relay.rounds._members.values())))

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import wait_until
-from test_bits import METHODS, Clock, Joined, at_once, host
+from test_bits import METHODS, Clock, Joined, at_once, host, state_is_sent
 from test_relay import Links
 from test_rounds import TRAIN, Desk, Worker, awaited, joining
 
@@ -48,7 +48,6 @@ class Pace:
     self.is_away = False  # whether trainers need not wait
 
   def wait(self):
-    self.over.wait(0.02)  # a state comes in time for the history
     wait_until(lambda: self.over.is_set() or self._is_near(), 200)
 
   def _is_near(self):
@@ -71,6 +70,7 @@ def train(workers, method, until, found, wait=None):
       params, state, jax.random.normal(key, (4, 24))
     )
     found[link.position.round] = jax.tree.map(host, params)
+    state_is_sent(workers)
     wait()
 
 
@@ -123,7 +123,7 @@ def test_bits(method, count):
 
 def test_one_that_is_later_than_the_history():
   """It takes a state again; the trainers have waited for nothing."""
-  joined = Joined(1, history=8)
+  joined = Joined(1, history=4)
   pace = Pace(joined)
 
   def run(workers):
@@ -135,7 +135,7 @@ def test_one_that_is_later_than_the_history():
       # Until it joins again, which needs rounds.
       pace.is_away = link.joined == 1 and len(pace.of_follower) > 3
       if pace.is_away:  # generates a long text
-        wait_until(lambda number=number: max(pace.of_workers) > number + 20)
+        wait_until(lambda number=number: max(pace.of_workers) > number + 8)
       if link.joined == 2 and len(pace.of_follower) > 8:
         return pace.over.set()
 
@@ -172,6 +172,7 @@ def test_an_nnx_model():
         train_step(model, optimizer, np.eye(4, 24, dtype=np.float32))
         number = link_of(workers).position.round
         pace.of_workers[number] = np.asarray(model.kernel[...])
+        state_is_sent(workers)
         pace.wait()
       return
     x = jax.ShapeDtypeStruct((4, 24), jnp.float32)

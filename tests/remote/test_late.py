@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import wait_until
 from jax.sharding import PartitionSpec as P
-from test_bits import METHODS, Clock, Joined, host, pass_when
+from test_bits import METHODS, Clock, Joined, host, pass_when, state_is_sent
 
 import demo_optax
 from demo_optax.remote import frames, rounds
@@ -111,6 +111,7 @@ def train(
       except KeyboardInterrupt:
         pass
     found[link.position.round] = jax.tree.map(host, params)
+    state_is_sent(workers)
   INFOS[rank] = demo_optax.remote.status(workers)._asdict()
   return found
 
