@@ -186,7 +186,8 @@ class DataParallelStep:
     """Follows the workers: see `demo_optax.remote.follow`."""
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
-    arrays = [*map(self._place, arrays, call.arrays)]
+      arrays = [*map(self._place, arrays, call.arrays)]
+      program.trace(*arrays)
     for at, behind, current in program.follow(*arrays):
       with modules.in_transform():
         (found, _), _ = call.form.merge(current, inner=True)
