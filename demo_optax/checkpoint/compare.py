@@ -81,42 +81,41 @@ def _compare(
     return
   old, new = saved.get(name), wanted.get(name)
   if old is None or new is None:
-    is_owed = f'{STACKED}.update_residual.' in name
-    if not is_owed:
+    if f'{STACKED}.update_residual.' not in name:
       yield 'tree', _in_words(old), _in_words(new)
     elif new is None:  # without old residuals, the new ones are zeros
-      yield 'owed', _in_words(old), _in_words(new)
+      yield 'workers', _in_words(old), 'no place'
     return
   old, new = as_array(old, new), as_array(new, old)
-  stacked = STACKED in name.split('.')
+  is_stacked = STACKED in name.split('.')
   if name in chunked:
-    if other := chunked[name]:
-      problem = 'chunks' if other.is_cut_otherwise else 'tree'
-      yield problem, other.old, other.new
+    if difference := chunked[name]:
+      problem = 'chunks' if difference.is_cut_otherwise else 'tree'
+      yield problem, difference.old, difference.new
   else:
-    old_words, new_words = _in_words(old, stacked), _in_words(new, stacked)
-    if old_words != new_words:
-      yield 'tree', old_words, new_words
+    in_old, in_new = _in_words(old, is_stacked), _in_words(new, is_stacked)
+    if in_old != in_new:
+      yield 'tree', in_old, in_new
       return
-  if stacked and len(old) != len(new):
+  if is_stacked and len(old) != len(new):
     yield 'workers', f'{len(old)} workers', f'{len(new)} workers'
 
 
-def _in_words(x: Value, stacked: bool = False) -> str:
+def _in_words(x: Value, is_stacked: bool = False) -> str:
   """Describes what never changes: type, dtype and shape."""
   if x is None:
     return 'nothing'
   if not hasattr(x, 'dtype'):
     return f'a Python {type(x).__name__}'
-  owner = "each worker's " if stacked else ''
-  return f'{owner}{x.dtype}[{",".join(map(str, x.shape[stacked:]))}]'
+  owner = "each worker's " if is_stacked else ''
+  lengths = ','.join(map(str, x.shape[is_stacked:]))
+  return f'{owner}{x.dtype}[{lengths}]'
 
 
 _REMEDIES = {
   'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
   ' change it afterwards: nothing is cut, padded, cast or made up.',
   'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
-  'workers': "Pass resize=True to regroup the workers' states.",
-  'owed': "This is the residual of exchange='all_to_all', which has no place"
-  ' here. Pass resize=True to discard it.',
+  'workers': "Pass resize=True to regroup the workers' states. Residuals of"
+  " exchange='all_to_all' that have no place here are then discarded.",
 }
