@@ -11,7 +11,11 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.exchange.algorithm import ExchangeKind, make_config
+from demo_optax.exchange.algorithm import (
+  ExchangeConfig,
+  ExchangeKind,
+  make_config,
+)
 from demo_optax.transformation import resolve_exchange
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
@@ -241,6 +245,9 @@ def plan(
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
     weighted: whether `update` is given weights: 4 bytes of a message.
+
+  Raises:
+    ValueError: arguments that `scale_by_demo` refuses.
   """
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
@@ -248,45 +255,30 @@ def plan(
   specs, count = workers.param_specs, workers.count
   layout = make_layout(params, compressor, specs)
   unsharded = make_layout(params, compressor, REPLICATED)
-  leaves = []
+  leaves, size = [], 0
   for leaf, alone in zip(layout.leaves, unsharded.leaves):
     if not leaf.is_frozen:
       leaves.append(LeafBytes(leaf, alone))
-
+      size += math.prod(leaf.shape)
   exchange, values = resolve_exchange(exchange, update_values, workers)
   config = make_config(
-    layout, 'senders', exchange, count, values, weighted=weighted
+    layout,
+    'senders',
+    exchange,
+    count,
+    values,
+    weighted=weighted,
   )
-  owners = config.update_packer
-  payload = summed = updates = 0
-  for name, (shape, dtype) in config.packer.shapes.items():
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if name == config.packer.name:
-      payload += num_bytes
-    else:
-      summed += num_bytes
-  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
-  if weighted and averaged:
-    averaged.append(4)  # weights are added up beside them
-  for num_bytes in averaged:
-    if num_bytes > ORDERED_BYTES:
-      summed += num_bytes
-    elif owners is None:
-      payload += num_bytes
-    else:
-      updates += num_bytes * count
-  if owners is not None:
-    updates += owners.num_bytes * count
+  payload, summed, updates = _sent_by_device(config, count, weighted)
   if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
-
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload
   if updates:  # to owners, and from them: equally many each way
     sent = received = (payload + updates) // count * (count - 1)
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
     leaves=tuple(leaves),
-    size=sum(math.prod(found.leaf.shape) for found in leaves),
+    size=size,
     num_workers=count,
     num_devices=specs.devices,
     sent_bytes=(sent + sums) * specs.devices,
@@ -296,6 +288,35 @@ def plan(
     device_bytes={(workers.axis_name,): received + sums, **_joined(layout)},
     update_bytes=updates * specs.devices,
   )
+
+
+def _sent_by_device(
+  config: ExchangeConfig,
+  count: int,
+  weighted: bool,
+) -> tuple[int, int, int]:
+  """Returns bytes of a device's message, summands, and all owners' updates."""
+  packer, owners, layout = config.packer, config.update_packer, config.layout
+  message = summed = updates = 0
+  for name, (shape, dtype) in packer.shapes.items():
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if name == packer.name:
+      message += num_bytes
+    else:
+      summed += num_bytes
+  if owners is not None:
+    updates += owners.num_bytes * count
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
+  if weighted and averaged:
+    averaged.append(4)  # weights are added up beside them
+  for num_bytes in averaged:
+    if num_bytes > ORDERED_BYTES:
+      summed += num_bytes
+    elif owners is None:
+      message += num_bytes
+    else:
+      updates += num_bytes * count
+  return message, summed, updates
 
 
 _HEADER = [
@@ -309,15 +330,16 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
   leaf = costs.leaf
   of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
-    chunk_format, values = leaf.chunks.format, leaf.chunks.format.values
+    sent_as = leaf.chunks.format
+    values = sent_as.values
     if not leaf.grid.whole:
       of = _times(leaf.grid.lengths[-2:])
-    if chunk_format.k < chunk_format.n:
-      topk = f'{chunk_format.k}'
-    if not chunk_format.shared:
+    if sent_as.k < sent_as.n:
+      topk = f'{sent_as.k}'
+    if not sent_as.shared:
       indices = '-'
-    if code := chunk_format.index_code:
-      indices = 'group' if chunk_format.grouped else code.name
+    if code := sent_as.index_code:
+      indices = 'group' if sent_as.grouped else code.name
       bits = f'{costs.index_bits:.2f}'
   sent, blocks = _num_bytes(costs.sent_bytes), '-'
   if costs.is_large:
@@ -326,18 +348,8 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
     blocks = _times(costs.blocks)
   if not costs.as_unsharded:
     blocks += '*'
-  shape = _times(leaf.shape) or 'scalar'
-  return (
-    shape,
-    f'{costs.num_chunks}',
-    of,
-    topk,
-    indices,
-    bits,
-    values,
-    sent,
-    blocks,
-  )
+  shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
+  return shape, chunks, of, topk, indices, bits, values, sent, blocks
 
 
 def _shard_bytes(leaf: Leaf) -> int:

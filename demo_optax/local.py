@@ -17,7 +17,6 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaf_name
 from demo_optax._per_worker import stack_own, stays_finite
 from demo_optax.compressors import Compressor, chunking
-from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.numerics import platform
 from demo_optax.numerics.topk import Average
 from demo_optax.transformation import DeMoState, scale_by_demo
@@ -68,6 +67,18 @@ def local_updates(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Lets workers train alone and exchange every `sync_period` steps.
 
+  Other steps communicate only their results, such as the mean of a loss.
+  `diloco`, `demo_diloco` and `sparse_loco` are published methods of this form.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> outer = optax.chain(
+    ...     demo_optax.scale_by_demo(workers=workers), optax.sgd(0.7))
+    >>> tx = demo_optax.local.local_updates(
+    ...     optax.adam(1e-3), outer, 10, workers=workers)
+    >>> state = tx.init({'w': jnp.zeros((8, 8))})
+
   With the global parameters :math:`s`, for worker :math:`i` with parameters
   :math:`x_i`, which are :math:`s` after each exchange:
 
@@ -79,29 +90,26 @@ def local_updates(
     x_i &\leftarrow s
 
   Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
-  state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
-  between steps reach all workers. A change inside a step, other than by
-  `update`, is lost.
-
-  :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
-  exchange. Other steps communicate only their results, such as the mean of a
-  loss. A worker skips a step, and keeps its inner state, if its gradient,
-  parameters or inner state would not be finite.
+  state keeps; outside :math:`s`, for evaluation and checkpoints. A change
+  inside a step, other than by `update`, is lost. A worker skips a step that
+  would not be finite.
 
   Args:
     inner: each worker's optimizer.
     outer: a chain as for gradients: an exchange, which averages the workers'
-      pseudo-gradients :math:`G_i`, and a base optimizer, such as
-      `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
+      pseudo-gradients :math:`G_i`, and a base optimizer. Extra arguments of
       `update` go to both.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
       were made since the last exchange.
     workers: those of the step; not `Workers.on_axis`.
     drift: whether `outer` makes a different update for every worker, which
-      keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
-      evaluation, and each exchange includes a dense all-reduce of the
-      parameters.
+      keeps parameters :math:`s_i`. Then :math:`s` is their mean, which is
+      communicated with each exchange.
+
+  Raises:
+    TypeError: `Workers.on_axis`.
+    ValueError: `outer` makes other updates for every worker, without `drift`.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
@@ -142,43 +150,24 @@ def local_updates(
     _check_shapes(updates, params)
     updates = inside.check_own_gradients(updates)
     own = state.worker_stacked
-    made = jax.eval_shape(init_one, _tree.mask_others(params))
-    _tree.check_state(own, made, 0, workers)
+    expected = jax.eval_shape(init_one, _tree.mask_others(params))
+    _tree.check_state(own, expected, 0, workers)
     own = _inner_step(inner, _tree.mask_others(updates), own, extra_args)
     steps = state.steps_since_sync + 1
     period = sync_period
     if callable(period):
       period = period(state.count)
-    due = jnp.logical_not(steps < period)  # also for a period of NaN
-
-    def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
-      start = own.start if drift else state.global_params
-      moved = jax.tree.map(_moved, start, own.params)
-      change, outer_state = outer.update(
-        moved, state.outer, state.global_params, **extra_args
-      )
-      start = jax.tree.map(_add, start, change)
-      if drift:
-        shared = inside.over_workers(start)
-      else:
-        shared = inside.equal(
-          start,
-          'The outer optimizer makes another update of {} for every worker: is'
-          ' there an exchange in it, such as scale_by_demo? One that'
-          ' is meant to do so needs local_updates(..., drift=True).',
-        )
-      new = own._replace(
-        params=optax.tree.cast_like(start, own.params),
-        start=start if drift else (),
-      )
-      return new, shared, optax.tree.cast_like(outer_state, state.outer)
-
+    is_due = jnp.logical_not(steps < period)  # also for a period of NaN
     own, global_params, outer_state = jax.lax.cond(
-      due, exchange, lambda: (own, state.global_params, state.outer)
+      is_due,
+      functools.partial(_outer_step, outer, drift=drift, extra=extra_args),
+      lambda own, state: (own, state.global_params, state.outer),
+      own,
+      state,
     )
     return jax.tree.map(_change, params, own.params), LocalUpdatesState(
       count=optax.safe_increment(state.count),
-      steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
+      steps_since_sync=jnp.where(is_due, 0, steps).astype(jnp.int32),
       global_params=global_params,
       outer=outer_state,
       worker_stacked=own,
@@ -187,6 +176,38 @@ def local_updates(
   return optax.GradientTransformationExtraArgs(
     init_fn, functools.partial(_tree.update_without_variables, update)
   )
+
+
+def _outer_step(
+  outer: optax.GradientTransformationExtraArgs,
+  own: OwnState,
+  state: LocalUpdatesState,
+  *,
+  drift: bool,
+  extra: dict[str, Any],
+) -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
+  """Exchanges how far workers moved; returns the states after it.
+
+  They are the worker's, the global parameters, and the outer optimizer's state.
+  """
+  start = own.start if drift else state.global_params
+  moved = jax.tree.map(_moved, start, own.params)
+  change, outer_state = outer.update(
+    moved, state.outer, state.global_params, **extra
+  )
+  start = jax.tree.map(_add, start, change)
+  params = optax.tree.cast_like(start, own.params)
+  outer_state = optax.tree.cast_like(outer_state, state.outer)
+  if drift:
+    own = own._replace(params=params, start=start)
+    return own, inside.over_workers(start), outer_state
+  global_params = inside.equal(
+    start,
+    'The outer optimizer makes another update of {} for every worker: is'
+    ' there an exchange in it, such as scale_by_demo? One that'
+    ' is meant to do so needs local_updates(..., drift=True).',
+  )
+  return own._replace(params=params), global_params, outer_state
 
 
 def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
@@ -256,13 +277,18 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DiLoCo: averages pseudo-gradients, with Nesterov as the outer step.
 
+  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
+  `outer`: a dense all-reduce every `sync_period` steps.
+
+  Example:
+    >>> import demo_optax, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.local.diloco(optax.adamw(4e-4), workers=workers)
+
   .. math::
     G &= \mathrm{mean}_i (s - x_i) \\
     m &\leftarrow \mu m + G \\
     s &\leftarrow s - \eta\, (G + \mu m)
-
-  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
-  `outer`: a dense all-reduce every `sync_period` steps.
 
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
@@ -287,14 +313,12 @@ def demo_diloco(
   inner: optax.GradientTransformation | None = None,
   *,
   workers: Workers,
-  compressor: Compressor | None = None,
+  compressor: Compressor = compressors.dct_topk(),  # noqa: B008
   sync_period: Period = 128,
   outer_learning_rate: optax.ScalarOrSchedule = 0.7,
   decay: chex.Numeric = 0.95,
   average: Average = 'senders',
   drift: bool = False,
-  exchange: ExchangeKind = 'all_gather',
-  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DeMo inside DiLoCo: sends the fast part of the outer momentum.
 
@@ -310,47 +334,50 @@ def demo_diloco(
     x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
 
   so that workers slowly drift apart. The model outside the step is the mean of
-  the :math:`s_i`, a dense all-reduce with each exchange. The default reached a
-  lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
+  the :math:`s_i`. The default reached a lower loss wherever both were tried
+  (benchmarks/README.md, "Every H steps").
 
-  Other arguments are those of `diloco` and `scale_by_demo`; the compressor is
-  `dct_topk()` by default, and `decay` is :math:`\beta`.
+  Args:
+    inner: as in `diloco`.
+    workers: as in `local_updates`.
+    compressor: as in `scale_by_demo`.
+    sync_period: as in `local_updates`.
+    outer_learning_rate: :math:`\eta`.
+    decay: :math:`\beta`.
+    average: as in `scale_by_demo`.
+    drift: whether workers drift apart.
 
   References:
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
-  compressor = compressors.dct_topk() if compressor is None else compressor
-  shared = scale_by_demo(
-    compressor,
-    decay,
-    workers=workers,
-    average=average,
-    exchange=exchange,
-    update_values=update_values,
-  )
+  exchange = scale_by_demo(compressor, decay, workers=workers, average=average)
   if drift:
-    shared = _own_nesterov(shared, decay, workers)
-  outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
+    exchange = _own_nesterov(exchange, decay, workers)
+  rate = optax.scale_by_learning_rate(outer_learning_rate)
   return local_updates(
     inner or _ADAMW,
-    outer,
+    optax.chain(exchange, rate),
     sync_period,
     workers=workers,
     drift=drift,
   )
 
 
+# The published compressor has values of two bits.
+_LARGEST = Compressor(
+  compressors.TopK(64), compressors.Identity(), values='int4'
+)
+
+
 def sparse_loco(
   inner: optax.GradientTransformation | None = None,
   *,
   workers: Workers,
-  compressor: Compressor | None = None,
+  compressor: Compressor = _LARGEST,
   sync_period: Period = 30,
   outer_learning_rate: optax.ScalarOrSchedule = 1.0,
   decay: chex.Numeric = 0.95,
-  exchange: ExchangeKind = 'all_gather',
-  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes SparseLoCo: sends the largest raw differences in few bits.
 
@@ -362,10 +389,6 @@ def sparse_loco(
     Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
     <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
   """
-  if compressor is None:
-    compressor = Compressor(
-      compressors.TopK(64), compressors.Identity(), values='int4'
-    )
   return demo_diloco(
     inner,
     workers=workers,
@@ -374,8 +397,6 @@ def sparse_loco(
     outer_learning_rate=outer_learning_rate,
     decay=decay,
     average='workers',
-    exchange=exchange,
-    update_values=update_values,
   )
 
 
@@ -396,10 +417,10 @@ def _own_nesterov(
     given = inside.check_arguments(workers, updates, state, None, shared)
     put_back = inside.for_workers(_put_back, workers, own_updates=True)
     momentum, state = put_back(*given)
-    finite = stays_finite(updates, (), ())
+    is_finite = stays_finite(updates, (), ())
 
     def nesterov(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
-      gradient = jnp.where(finite, gradient, jnp.zeros_like(gradient))
+      gradient = jnp.where(is_finite, gradient, jnp.zeros_like(gradient))
       return gradient + decay * momentum
 
     return jax.tree.map(nesterov, updates, momentum), state
@@ -420,13 +441,14 @@ def _put_back(
 
   def one_worker(
     own: dict[str, jax.Array],
-    shared: dict[int, jax.Array],
-  ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
-    leaves: dict[int, jax.Array] = {}
-    new: dict[str, jax.Array] = {}
+    shared: list[jax.Array],
+  ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    # What is not compressed has no momentum; its update is the average.
+    leaves, new = [*shared], {}
     for number, bucket in enumerate(layout.buckets):
       axes, is_transformed = bucket.split_axes, bucket.content == 'chunks'
-      update = layout.fill(number, shared, group.device_index(axes))
+      device = group.device_index(axes)
+      update = layout.fill(number, dict(enumerate(shared)), device)
       if is_transformed:
         update = chunking.transform(update, bucket.sides, bucket.basis)
       old = own[bucket.name]
@@ -436,25 +458,18 @@ def _put_back(
         momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
       if is_transformed:
         momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)
-      leaves |= layout.cut(number, momentum)
-    return leaves, new
+      for i, leaf in layout.cut(number, momentum).items():
+        leaves[i] = leaf
+    return new, leaves
 
   momentum = state.worker_stacked.momentum
-  is_stacked = workers.stacked_state
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
-  given, in_specs, out_specs = {}, {}, {}
-  for number in layout.compressed:
-    spec = layout.leaves[number].sharding.spec
-    given[number] = flat[number]
-    in_specs[number] = Spec(False, spec)
-    out_specs[number] = Spec(is_stacked, spec)
-  mapped = lift.map_over(
-    workers, one_worker, (buckets, in_specs), (out_specs, buckets)
-  )
+  specs = [leaf.sharding.spec for leaf in layout.leaves]
+  in_specs = buckets, [Spec(False, spec) for spec in specs]
+  stacked = workers.stacked_state
+  out_specs = buckets, [Spec(stacked, spec) for spec in specs]
+  mapped = lift.map_over(workers, one_worker, in_specs, out_specs)
   with platform.running_on(platform.of(workers.mesh)):
-    found, momentum = mapped(momentum, given)
-  for number, update in enumerate(flat):
-    # What is not compressed has no momentum; its update is the average.
-    flat[number] = found.get(number, update[None] if is_stacked else update)
+    momentum, flat = mapped(momentum, flat)
   own = state.worker_stacked._replace(momentum=momentum)
   return treedef.unflatten(flat), state._replace(worker_stacked=own)

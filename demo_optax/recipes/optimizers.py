@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import leaves_of
 from demo_optax._per_worker import of_each, per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -127,8 +128,22 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
-  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
-  :math:`b_i` and residual :math:`m_i`:
+  It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
+  scale (for leaves that are not matrices `optax.scale_by_rms`),
+  `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo_muon(2e-2, workers=workers)
+    >>> params = {'up': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)}
+    >>> gradients = {'up': jnp.ones((2, 8, 8)), 'bias': jnp.ones((2, 8))}
+    >>> updates, _ = tx.update(gradients, tx.init(params), params)
+    >>> updates['up'].shape
+    (8, 8)
+
+  For a matrix, with gradient :math:`g_i`, momentum :math:`b_i` and residual
+  :math:`m_i` of worker :math:`i`:
 
   .. math::
     b_i &\leftarrow \beta b_i + (1 - \beta) g_i \\
@@ -139,61 +154,32 @@ def demo_muon(
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, r\, u / \mathrm{rms}(u)
 
-  Where everything is sent, updates are as long as those of
-  `optax.contrib.muon`: their root mean square :math:`r` is
-  :math:`1 / \sqrt{\mathrm{fan\_in}}`, or `consistent_rms`. Where a share
-  :math:`s` of the coefficients is sent and the others wait, it is that divided
-  by :math:`\sqrt{1 - \delta (1 - s)}`.
-
-  Both terms inside NewtonSchulz are corrected for a momentum that starts at
-  zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
-  workers, including those that did not send a coefficient. Leaves that are not
-  matrices skip Newton-Schulz; `optax.scale_by_rms` follows their exchange.
-
-  It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
-  scale or `optax.scale_by_rms`, `optax.add_decayed_weights` and
-  `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
-  matrix and one of every other leaf, whose second moments all workers share.
+  The average is over all valid workers, also those that did not send a
+  coefficient. :math:`r` is the length of Muon's updates, for a share of the
+  coefficients (`links.muon_rms`).
 
   Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step: that of
-      `optax.contrib.muon`.
+    learning_rate: :math:`\eta_t`, that of `optax.contrib.muon`; start at 2e-2.
     workers: as in `scale_by_demo`.
-    compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
-      tree, `None` averages a leaf uncompressed.
+    compressor: as in `scale_by_demo`, by default `muon_compressors(params)`.
     decay: :math:`\delta` of the residual, in `[0, 1)`.
-    beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
-    mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
-      bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
-    other_learning_rate: of leaves that are not matrices, by default
-      `learning_rate`.
-    other_weight_decay: :math:`\lambda` of leaves that are not matrices.
-    weight_decay: :math:`\lambda` of matrices, decoupled.
-    muon_weight_dimension_numbers: the axes of matrices: a tree like the
-      parameters, as in `optax.contrib.muon`, or a function from them to one; by
-      default `muon_dimension_numbers`. `describe_matrices` prints them. Pass
-      the same to `muon_compressors`.
-    consistent_rms: as in `optax.contrib.muon`: None for rates that fit every
-      width, 0.2 for rates of AdamW.
+    beta: :math:`\beta` of the momentum, in `[0, 1)`.
+    mu_dtype: dtype of :math:`b_i` between steps, float32 by default.
+    other_learning_rate: for other leaves, by default `learning_rate`.
+    other_weight_decay: :math:`\lambda` for other leaves.
+    weight_decay: :math:`\lambda` for matrices, decoupled.
+    muon_weight_dimension_numbers: the axes of matrices, as in
+      `optax.contrib.muon`, or a function of the parameters; by default
+      `muon_dimension_numbers`, see `describe_matrices`.
+    consistent_rms: as in `optax.contrib.muon`: 0.2 for rates of AdamW.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-    delayed: whether matrices that are compressed are exchanged one step late,
-      beside the forward and backward pass, see `scale_by_demo`. Their updates
-      become :math:`2 u_t - u_{t-1}` (`optax.scale_by_optimistic_gradient`, one
-      more array of the size of a matrix): the last update predicts the missing
-      one, and is repaired when that is known. Other leaves go at once, in a
-      separate message.
+    delayed: whether compressed matrices are exchanged one step late, see
+      `scale_by_demo`. They move by :math:`2 u_t - u_{t-1}`.
 
-  Note:
-    Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
-    expert without tokens), it sends only its residual.
-    Without any gradient a matrix moves for some 80 more steps.
-    A worker is excluded, and keeps both momenta, if its gradient is not finite
-    or so large (some 1e13) that its squares overflow. Undo loss scaling
-    before. If every worker is excluded, or a hyperparameter is not finite,
-    parameters do not change, nor do leaves with `compressors.FROZEN`. With
-    `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
-    schedules in its `static_args`.
+  Raises:
+    ValueError: a hyperparameter out of range.
+    TypeError: `mu_dtype` without the range of float32.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
@@ -202,10 +188,6 @@ def demo_muon(
     Zmushko et al., `One-Step Gradient Delay is Not a Barrier
     <https://arxiv.org/abs/2606.30634>`_, 2026, on `delayed`.
   """
-  descent = _descent(learning_rate, weight_decay)
-  if other_learning_rate is None:
-    other_learning_rate = learning_rate
-  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
   _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
   if consistent_rms is not None:
@@ -215,6 +197,17 @@ def demo_muon(
       f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
       ' jnp.bfloat16.'
     )
+  if other_learning_rate is None:
+    other_learning_rate = learning_rate
+  descent = _descent(learning_rate, weight_decay)
+  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+  # Without a first moment, which would be a third copy of its leaves.
+  rms = optax.scale_by_rms(
+    0.95,
+    eps=1e-8,
+    eps_in_sqrt=False,
+    bias_correction=True,
+  )
   exchange_by = functools.partial(
     scale_by_demo,
     decay=decay,
@@ -233,83 +226,87 @@ def demo_muon(
   )
   exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
 
-  def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
+  def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    found = matrices.matrices(params, muon_weight_dimension_numbers)
-    axes = matrices.tree_of(found)
-    sent = compressor
-    if compressor is None:
-      sent = muon_compressors(params, muon_weight_dimension_numbers=axes)
-    elif _tree.is_function(compressor):
-      # Called once, with all leaves: `scale_by_demo` sees those exchanged.
-      sent = compressor(params)
-    codes = per_leaf(sent, params)
-    labels, sizes, times, code_of = {}, {}, {}, {}
-    for (path, x), code in zip(leaves_of(params), codes):
-      code_of[path] = code
-      labels[path] = 'other' if found[path] is None else 'muon'
-      is_late = found[path] is not None and code is not None
-      times[path] = 'late' if is_late else 'at once'
-      if isinstance(code, Frozen):
-        labels[path] = 'frozen'
-      elif found[path] is not None:
-        sizes[path] = links.muon_rms(
-          jnp.shape(x), found[path], code, decay, consistent_rms
-        )
+    # By path, since transformations may see a part of the leaves.
+    axes = matrices.matrices(params, muon_weight_dimension_numbers)
+    axes_tree = matrices.tree_of(axes)
+    given = compressor
+    if given is None:
+      given = muon_compressors(params, muon_weight_dimension_numbers=axes_tree)
+    codes = dict(zip(axes, per_leaf(given, params)))
+    labels = {path: _label(axes[path], codes[path]) for path in axes}
+    sent, label_tree = matrices.tree_of(codes), matrices.tree_of(labels)
 
-    def by_label(
-      muon: optax.GradientTransformation, other: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-      parts = {'muon': muon, 'other': other, 'frozen': optax.set_to_zero()}
-      return optax.partition(parts, matrices.tree_of(labels))
+    own = links.own_muon(beta, mu_dtype, axes_tree, workers)
+    is_moved = {path: label != 'frozen' for path, label in labels.items()}
+    own = optax.masked(own, matrices.tree_of(is_moved))
 
-    muon = links.own_muon(beta, mu_dtype, axes, workers)
-    moves = {path: label != 'frozen' for path, label in labels.items()}
-    muon = optax.masked(muon, matrices.tree_of(moves))
-    # Without a first moment, which would be a third copy of its leaves.
-    scale = optax.scale_by_rms(
-      0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
+    unit_rms = links.scale_to_unit_rms(axes_tree, _MIN_RMS)
+    to_size = links.scale_to_muon(axes, codes, decay, consistent_rms)
+    # A late update: the last one predicts what is missing.
+    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
+    after = optax.partition(
+      {
+        'matrix': optax.chain(unit_rms, to_size, *ahead, *descent),
+        'averaged matrix': optax.chain(unit_rms, to_size, *descent),
+        'other': optax.chain(rms, *other_descent),
+        'frozen': optax.set_to_zero(),
+      },
+      label_tree,
     )
-    unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
-    to_size = links.scale_each(matrices.tree_of(sizes))
-
-    def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
-      # Predicts the missing update by the last one.
-      ahead = [optax.scale_by_optimistic_gradient()] if late else []
-      return [
-        exchange_by(sent, delayed=late),
-        by_label(
-          optax.chain(unit_rms, to_size, *ahead, *descent),
-          optax.chain(scale, *other_descent),
-        ),
-      ]
-
     if not delayed:
-      own = of_each(muon, workers)
-      return links.chain(workers, sent, own, *exchanged(sent, late=False))
-    # Of several exchanges each must see that a worker is excluded.
-    own = per_worker(muon, workers=workers)
-    of_part = matrices.tree_of(code_of)
-    parts = {}
-    for name in ('late', 'at once'):
-      part = exchanged(of_part, late=name == 'late')
-      parts[name] = links.chain(workers, of_part, *part)
-    of_time = optax.partition(parts, matrices.tree_of(times))
-    return links.chain(workers, sent, own, of_time)
+      own = of_each(own, workers)
+      return links.chain(workers, sent, own, exchange_by(sent), after)
+    # Of two exchanges each must see that a worker is excluded.
+    own = per_worker(own, workers=workers)
+    late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
+    parts = {
+      'late': links.chain(workers, sent, late, after),
+      'at once': links.chain(workers, sent, at_once, after),
+    }
+    times = dict.fromkeys(labels, 'at once')
+    times |= {path: 'late' for path in labels if labels[path] == 'matrix'}
+    by_time = optax.partition(parts, matrices.tree_of(times))
+    return links.chain(workers, sent, own, by_time)
 
-  def init_fn(params: chex.ArrayTree) -> Any:
+  return _made_from_params(chain_for, workers)
+
+
+def _label(
+  axes: MuonDimensionNumbers | None,
+  code: compressors.Compressor | Frozen | None,
+) -> str:
+  """Returns which links of `demo_muon` are for a leaf."""
+  if isinstance(code, Frozen):
+    return 'frozen'
+  if axes is None:
+    return 'other'
+  return 'averaged matrix' if code is None else 'matrix'
+
+
+def _made_from_params(
+  make: Callable[[chex.ArrayTree], optax.GradientTransformation],
+  workers: Workers,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation that is made again from the parameters."""
+
+  def init_fn(params: chex.ArrayTree) -> optax.OptState:
     # All links have states in the momentum's dtype.
     wide = _tree.map_wide(jnp.zeros_like, params)
-    return chain_for(_tree.without_variables(params)).init(wide)
+    return make(_tree.without_variables(params)).init(wide)
 
   def update(
-    updates: Any, state: Any, params: Any, **extra_args: Any
-  ) -> tuple[Any, Any]:
+    updates: chex.ArrayTree,
+    state: optax.OptState,
+    params: chex.ArrayTree | None,
+    **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, optax.OptState]:
     _, like = checks.params_and_like(updates, params, workers)
-    chain = chain_for(like)
+    made = optax.with_extra_args_support(make(like))
     # optax raises a float to an integer count.
     with jax.numpy_dtype_promotion('standard'):
-      return chain.update(updates, state, params, **extra_args)
+      return made.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(
     init_fn, functools.partial(_tree.update_without_variables, update)
