@@ -28,11 +28,11 @@ class LeafBytes:
 
   Attributes:
     leaf: its chunks and sharding.
-    unsharded: the same leaf in a worker with one device.
+    as_unsharded: whether its chunks are those of a worker with one device.
   """
 
   leaf: Leaf
-  unsharded: Leaf
+  as_unsharded: bool
 
   @property
   def name(self) -> str:
@@ -68,11 +68,6 @@ class LeafBytes:
   def is_large(self) -> bool:
     """Whether more than a tenth of its float32 elements is sent."""
     return self.sent_bytes > 0.4 * math.prod(self.leaf.shape)
-
-  @property
-  def as_unsharded(self) -> bool:
-    """Whether its chunks are those of an unsharded worker."""
-    return self.leaf.record == self.unsharded.record
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -258,7 +253,7 @@ def plan(
   leaves, size = [], 0
   for leaf, alone in zip(layout.leaves, unsharded.leaves):
     if not leaf.is_frozen:
-      leaves.append(LeafBytes(leaf, alone))
+      leaves.append(LeafBytes(leaf, leaf.record == alone.record))
       size += math.prod(leaf.shape)
   exchange, values = resolve_exchange(exchange, update_values, workers)
   config = make_config(

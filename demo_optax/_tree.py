@@ -71,7 +71,8 @@ def mask_others(tree: chex.ArrayTree) -> Any:
 def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
   """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
+    lambda path, x: fun(x, momentum_dtype(path, x)),
+    mask_others(tree),
   )
 
 
@@ -144,12 +145,12 @@ def without_variables(tree: chex.ArrayTree) -> Any:
   def is_wrapper(x: object) -> bool:
     return isinstance(x, (variables, boxes))
 
-  def value(x: Any) -> Any:
+  def value_of(x: Any) -> Any:
     if isinstance(x, boxes):
       return x.value
     return x.get_value() if is_wrapper(x) else x
 
-  return jax.tree.map(value, tree, is_leaf=is_wrapper)
+  return jax.tree.map(value_of, tree, is_leaf=is_wrapper)
 
 
 def update_without_variables(
@@ -165,11 +166,12 @@ def update_without_variables(
   match.
   """
   trees = map(without_variables, (updates, state, params))
-  new, after = update(*trees, **extra_args)
-  return (
-    jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
-    jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
-  )
+  results = update(*trees, **extra_args)
+  wrapped = []
+  for given, result in zip((updates, state), results):
+    treedef = jax.tree.structure(given)
+    wrapped.append(treedef.unflatten(jax.tree.leaves(result)))
+  return wrapped[0], wrapped[1]
 
 
 # States -----------------------------------------------------------------------
@@ -177,7 +179,7 @@ def update_without_variables(
 
 def check_state(
   state: chex.ArrayTree,
-  made: chex.ArrayTree,
+  expected: chex.ArrayTree,
   lead: int,
   workers: object,
 ) -> None:
@@ -185,12 +187,12 @@ def check_state(
 
   `lead` axes of its leaves are the workers'.
   """
-  old, new = _shapes(state, lead), _shapes(made, 0)
+  former, current = _shapes(state, lead), _shapes(expected, 0)
   differences = []
-  for name in {**new, **old}:
-    pair = old.get(name, 'nothing'), new.get(name, 'nothing')
-    if pair[0] != pair[1]:
-      differences.append((name, *pair))
+  for name in {**current, **former}:
+    shapes = former.get(name, 'nothing'), current.get(name, 'nothing')
+    if shapes[0] != shapes[1]:
+      differences.append((name, *shapes))
   refuse_state(differences, workers)
 
 
@@ -200,12 +202,13 @@ def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
   def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
-  found = {}
-  for keys, x in leaves_of(without_variables(state), is_masked):
-    found[dotted(keys)] = 'no array'
-    if not is_masked(x):
-      found[dotted(keys)] = str(list(np.shape(x)[lead:]))
-  return found
+  shapes = {}
+  for keys, leaf in leaves_of(without_variables(state), is_masked):
+    name = dotted(keys)
+    shapes[name] = 'no array'
+    if not is_masked(leaf):
+      shapes[name] = str(list(np.shape(leaf)[lead:]))
+  return shapes
 
 
 def refuse_state(
@@ -215,10 +218,9 @@ def refuse_state(
   """Raises if a state differs from what update is given: name, old, new."""
   if not differences:
     return
-  lines = [
-    f'{name}: {old} in the state, {new} in the update.'
-    for name, old, new in differences[:3]
-  ]
+  lines = []
+  for name, former, current in differences[:3]:
+    lines.append(f'{name}: {former} in the state, {current} in the update.')
   if more := differences[3:]:
     lines.append(f'... and {len(more)} more leaves.')
   raise ValueError(

@@ -174,7 +174,8 @@ def local_updates(
     )
 
   return optax.GradientTransformationExtraArgs(
-    init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn,
+    functools.partial(_tree.update_without_variables, update),
   )
 
 
@@ -193,7 +194,10 @@ def _outer_step(
   start = own.start if drift else state.global_params
   moved = jax.tree.map(_moved, start, own.params)
   change, outer_state = outer.update(
-    moved, state.outer, state.global_params, **extra
+    moved,
+    state.outer,
+    state.global_params,
+    **extra,
   )
   start = jax.tree.map(_add, start, change)
   params = optax.tree.cast_like(start, own.params)
@@ -233,11 +237,14 @@ def _inner_step(
   updates, inner_state = inner.update(gradients, own.inner, own.params, **extra)
   inner_state = optax.tree.cast_like(inner_state, own.inner)
   params = optax.apply_updates(
-    own.params, optax.tree.cast_like(updates, own.params)
+    own.params,
+    optax.tree.cast_like(updates, own.params),
   )
   finite = stays_finite((gradients, params), inner_state, own.inner)
   params, inner_state = optax.tree.where(
-    finite, (params, inner_state), (own.params, own.inner)
+    finite,
+    (params, inner_state),
+    (own.params, own.inner),
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
@@ -366,7 +373,9 @@ def demo_diloco(
 
 # The published compressor has values of two bits.
 _LARGEST = Compressor(
-  compressors.TopK(64), compressors.Identity(), values='int4'
+  compressors.TopK(64),
+  compressors.Identity(),
+  values='int4',
 )
 
 

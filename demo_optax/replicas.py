@@ -44,28 +44,42 @@ def check_replicas(
   """Compares all copies of every array in `tree` that is held more than once.
 
   Training does not show a bit flipped in memory, or an update that differs in
-  one process. Every device digests its words and their places, in 64 bits: a
-  single different word of 32 bits always changes the digest. Compared are
-  copies of the same part of an array, such as shards of parameters in different
-  workers. Stacked momentum has copies only if devices of a worker replicate it.
-  Arrays of one process, NumPy's and numbers are compared between processes.
+  one process. Every process must call it, with the same tree, and gets the same
+  answer.
 
-  Of a module give `nnx.state(model)`. Every process must call it, with the same
-  tree, and gets the same answer: for each leaf the copies that differ from the
-  majority, or, of equally many, from the copy on the first device. With
-  `workers` on a mesh, it names the workers.
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> demo_optax.check_replicas({'w': jnp.ones((8, 8))})
+    []
+
+  Every device digests its words and their places, in 64 bits: a single
+  different word of 32 bits always changes the digest. Compared are copies of
+  the same part of an array, such as shards of parameters in different workers.
+  Stacked momentum has copies only if devices of a worker replicate it. Arrays
+  of one process, NumPy's and numbers are compared between processes.
+
+  Args:
+    tree: arrays; of a module give `nnx.state(model)`.
+    workers: those on the mesh, to name them.
+
+  Returns:
+    For each leaf the copies that differ from the majority, or, of equally many,
+    from the copy on the first device.
+
+  Raises:
+    ValueError: processes have other trees.
   """
   worker_of: dict[Any, int] = {}
-  if workers is not None and workers.spmd_axis_name is not None:
+  if workers is not None and workers.kind == 'on_mesh':
     assert workers.mesh is not None
-    axis = workers.mesh.axis_names.index(workers.spmd_axis_name)
+    axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
   several = {}
-  for keys, x in leaves_of(tree):
-    if len(_holders(x)) > 1:
-      several[keys] = x
-  found = []
+  for keys, array in leaves_of(tree):
+    if len(_holders(array)) > 1:
+      several[keys] = array
+  differences = []
   for keys, held in copies(several).items():
     devices, numbers, processes = set(), set(), set()
     for copy in differing(held):
@@ -75,9 +89,9 @@ def check_replicas(
       if copy.device in worker_of:
         numbers.add(worker_of[copy.device])
     if processes:
-      sets = map(sorted, (devices, numbers, processes))
-      found.append(Difference(dotted(keys), *map(tuple, sets)))
-  return found
+      ids = map(sorted, (devices, numbers, processes))
+      differences.append(Difference(dotted(keys), *map(tuple, ids)))
+  return differences
 
 
 # Copies -----------------------------------------------------------------------
@@ -103,37 +117,43 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   arrays have other names, shapes or dtypes, rather than leave some waiting in a
   gather.
   """
-  arrays: dict[Name, Any] = {}
+  arrays: dict[Name, Array] = {}
   lines = []
-  for name, x in values.items():
-    if not hasattr(x, 'dtype'):
-      x = _checksum(repr(x))
-    arrays[name] = x
-    lines.append(f'{name} {x.shape} {x.dtype} {is_local(x)}')
-  shape = len(arrays), jax.local_device_count(), 2
-  own = np.zeros(shape, np.uint32)
+  for name, value in values.items():
+    array: Array = value
+    if not hasattr(value, 'dtype'):
+      array = np.asarray(_checksum(repr(value)))
+    arrays[name] = array
+    lines.append(f'{name} {array.shape} {array.dtype} {is_local(array)}')
+  _check_tree(lines)
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
-  for row, digest in zip(own, digests):
-    row[: len(digest)] = jax.device_get(digest)
-  tree = _checksum('\n'.join(lines))
-  trees = np.asarray(multihost_utils.process_allgather(tree))
-  if (trees != trees[0]).any():
-    raise ValueError(
-      'tree must be the same in all processes, got another one than in process'
-      f' 0 in {np.flatnonzero(trees != trees[0]).tolist()}. Make the same calls'
-      ' in all, with the same names, shapes, dtypes and placement.'
-    )
-  every = own  # uint32[processes, arrays, devices, 2]
+  own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  for row, of_blocks in zip(own, digests):
+    row[: len(of_blocks)] = jax.device_get(of_blocks)
+  gathered = own  # uint32[processes, arrays, devices, 2]
   if arrays:
-    every = multihost_utils.process_allgather(own)
+    gathered = multihost_utils.process_allgather(own)
   held: dict[Name, list[Copy]] = {}
-  for number, (name, x) in enumerate(arrays.items()):
-    in_order = [iter(of_process[number]) for of_process in every]
+  for number, (name, array) in enumerate(arrays.items()):
+    in_order = [iter(of_process[number]) for of_process in gathered]
     held[name] = []
-    for device, process, block in _holders(x):
+    for device, process, block in _holders(array):
       digest = next(in_order[process]).tobytes()
       held[name].append(Copy(device, process, block, digest))
   return held
+
+
+def _check_tree(lines: Sequence[str]) -> None:
+  """Raises in all processes unless all describe their arrays alike."""
+  checksum = _checksum('\n'.join(lines))
+  checksums = np.asarray(multihost_utils.process_allgather(checksum))
+  others = np.flatnonzero(checksums != checksums[0])
+  if len(others):
+    raise ValueError(
+      'tree must be the same in all processes, got another one than in process'
+      f' 0 in {others.tolist()}. Make the same calls'
+      ' in all, with the same names, shapes, dtypes and placement.'
+    )
 
 
 def _checksum(text: str) -> np.uint32:
@@ -158,52 +178,60 @@ def content_digest(held: Sequence[Copy]) -> str:
   return total.astype('>u4').tobytes().hex()
 
 
-def is_local(x: Array) -> bool:
+def is_local(array: Array) -> bool:
   """Returns whether each of several processes holds all of an array."""
-  is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+  is_whole = not isinstance(array, jax.Array) or array.is_fully_addressable
   return is_whole and jax.process_count() > 1
 
 
-def has_copies(x: object) -> bool:
+def has_copies(array: object) -> bool:
   """Returns whether several devices have the same part of one array."""
-  if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+  if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
     return False
-  blocks = [block for _, _, block in _holders(x)]
-  return not is_local(x) and len({*blocks}) < len(blocks)
+  blocks = [block for _, _, block in _holders(array)]
+  return not is_local(array) and len({*blocks}) < len(blocks)
 
 
-def _holders(x: Array) -> list[tuple[Any, int, str]]:
+def _holders(array: Array) -> list[tuple[Any, int, str]]:
   """Returns device, process and block of each copy, in the order of devices."""
-  found: list[tuple[Any, int, str]] = [(None, 0, '')]
-  if isinstance(x, jax.Array):
-    blocks: Any = x.sharding.devices_indices_map(x.shape)
-    devices = sorted(blocks, key=lambda device: device.id)
-    found = [(d, d.process_index, str(blocks[d])) for d in devices]
-  if not is_local(x):
-    return found
-  numbers = range(jax.process_count())
-  return [(None, n, block) for n in numbers for _, _, block in found]
+  holders: list[tuple[Any, int, str]] = [(None, 0, '')]
+  if isinstance(array, jax.Array):
+    blocks: Any = array.sharding.devices_indices_map(array.shape)
+    holders = []
+    for device in sorted(blocks, key=_number_of):
+      holders.append((device, device.process_index, str(blocks[device])))
+  if not is_local(array):
+    return holders
+  of_all = []
+  for process in range(jax.process_count()):
+    of_all += [(None, process, block) for _, _, block in holders]
+  return of_all
 
 
-def _digest_blocks(x: Array) -> list[Array]:
+def _number_of(device: Any) -> int:
+  return device.id
+
+
+def _digest_blocks(array: Array) -> list[Array]:
   """Digests the blocks of an array in this process, as `_holders` orders."""
-  if not isinstance(x, jax.Array):
-    x = np.asarray(x)
-    start = np.zeros(x.ndim, np.uint32)
-    return [packing.digest_block(x, start, x.shape)]
-  if prng.is_key_array(x):
-    x = jax.random.key_data(x)
-  found = []
-  for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
+  if not isinstance(array, jax.Array):
+    array = np.asarray(array)
+    start = np.zeros(array.ndim, np.uint32)
+    return [packing.digest_block(array, start, array.shape)]
+  if prng.is_key_array(array):
+    array = jax.random.key_data(array)
+  shards = {shard.device: shard for shard in array.addressable_shards}
+  digests = []
+  for device in sorted(shards, key=_number_of):
+    shard = shards[device]
     # Where the block begins: words count with their places in the array.
     starts = [part.start or 0 for part in shard.index]
     start = np.array(starts, np.uint32)
-    if platform.digests_on_host(shard.device):
-      data = np.asarray(shard.data)
-      found.append(packing.digest_block(data, start, x.shape))
-      continue
+    data: Array = shard.data
+    mesh = Mesh([device], ('device',))
+    if platform.digests_on_host(device):
+      data = np.asarray(data)
     # On this device, not on the mesh that the caller has set.
-    mesh = Mesh([shard.device], ('device',))
     with jax.set_mesh(mesh):
-      found.append(packing.digest_block(shard.data, start, x.shape))
-  return found
+      digests.append(packing.digest_block(data, start, array.shape))
+  return digests

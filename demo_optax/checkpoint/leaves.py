@@ -132,7 +132,8 @@ def from_leaves(
   layouts = layouts_in(like, checked=True)
   asked = {'chunks': rechunk, 'workers': resize}
   wanted = to_leaves(jax.tree.map(abstract, like))
-  check_fits(saved, wanted, layouts, asked)
+  records = {_paths.dotted((*root, 'layout')) for root in layouts}
+  check_fits(saved, wanted, records, asked)
 
   def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
@@ -221,7 +222,10 @@ def _bucket(
   array = fill_bucket(layout, number, arrays, whole, convert)
   if is_owned:
     return placement.run(
-      regroup_owned, array, placement.of(like), tuple(like.shape)
+      regroup_owned,
+      array,
+      placement.of(like),
+      tuple(like.shape),
     )
   return array
 

@@ -135,20 +135,21 @@ def scale_to_muon(
 
 
 def lost_unless_finite(
-  weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule | None
-) -> optax.ScalarOrSchedule:
+  weight: optax.ScalarOrSchedule,
+  *hyperparams: optax.ScalarOrSchedule | None,
+) -> optax.Schedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
   Every worker is then excluded: neither momentum nor parameters change.
   """
-  traced = [x for x in hyperparams if not isinstance(x, int | float | None)]
-  if not traced:
-    return weight
 
   def weight_at(count: chex.Numeric) -> chex.Numeric:
-    value, *values = (x(count) if callable(x) else x for x in (weight, *traced))
-    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
-    return jnp.where(finite, value, jnp.nan)
+    values = []
+    for value in (weight, *hyperparams):
+      if value is not None:
+        values.append(value(count) if callable(value) else value)
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
+    return jnp.where(is_finite, values[0], jnp.nan)
 
   return weight_at
 
@@ -186,7 +187,9 @@ def own_muon(
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
-    updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
+    updates: chex.ArrayTree,
+    state: OwnMuonState,
+    params: Any = None,
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     leaves, treedef = jax.tree.flatten(updates)
     mu = treedef.flatten_up_to(state.mu)

@@ -96,7 +96,10 @@ def muon_compressors(
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
   other = compressors.dct_topk(
-    (1, 192), row_topk, values='sign', proportional=False
+    (1, 192),
+    row_topk,
+    values='sign',
+    proportional=False,
   )
 
   def compressor_of(dimensions: Any) -> compressors.Compressor:
@@ -309,7 +312,8 @@ def _made_from_params(
       return made.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(
-    init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn,
+    functools.partial(_tree.update_without_variables, update),
   )
 
 
