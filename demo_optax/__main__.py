@@ -36,7 +36,7 @@ _WIDTHS = {'300M': 1024, '1B': 2048}
 
 
 def paper_model(name: str) -> chex.ArrayTree:
-  """Returns the shapes of a model: no biases, tied embeddings."""
+  """Returns a model's shapes: no biases, tied embeddings."""
   width = _WIDTHS[name]
 
   def matrix(rows: int, columns: int) -> jax.ShapeDtypeStruct:
@@ -53,7 +53,7 @@ def paper_model(name: str) -> chex.ArrayTree:
 
 
 def main(argv: list[str] | None = None) -> None:
-  """Prints the `demo_optax.plan` of a model, and seconds over a link."""
+  """Prints a model's `demo_optax.plan`, and seconds over a link."""
   parser = _parser()
   args = parser.parse_args(argv)
   try:
@@ -171,7 +171,7 @@ def _amount(text: str) -> float:
 
 
 def _plans(params: chex.ArrayTree, args: argparse.Namespace) -> list[Plan]:
-  """Returns the plan for each number of workers."""
+  """Returns a plan for each number of workers."""
   compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
   update_values = 'ternary'
   if args.optimizer == 'demo_muon':
@@ -190,7 +190,7 @@ def _plans(params: chex.ArrayTree, args: argparse.Namespace) -> list[Plan]:
 
 
 def _over_link(plan: Plan, args: argparse.Namespace) -> str:
-  """Returns seconds of communication and of a step, and what to do."""
+  """Returns seconds for communication and for a step, and what to do."""
   ring = plan.num_workers - 1  # turns of an all-gather
   turns = ring + (plan.update_bytes > 0)  # messages to owners go together
 
@@ -228,7 +228,7 @@ def _over_link(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def _params(model: str) -> chex.ArrayTree:
-  """Returns the shapes of the parameters of a model."""
+  """Returns the shapes of a model's parameters."""
   if model in _WIDTHS:
     return paper_model(model)
   module, colon, name = model.partition(':')

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the values in their messages.
+"""Checks arguments, and shows values in messages.
 
 A message has the form `<argument> must be <condition>, got <value>. <Remedy>.`
 """

@@ -1,4 +1,4 @@
-"""Paths of leaves: their keys, their names, and the roles that they encode."""
+"""Leaves' paths: their keys, names, and the roles that they encode."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -18,7 +18,7 @@ def path_keys(path: Path) -> Keys:
 
 
 def _plain_key(entry: object) -> Hashable:
-  """Returns the attribute, key or index of an entry of a path."""
+  """Returns an entry's attribute, key or index."""
   for field in ('name', 'key', 'idx'):
     if hasattr(entry, field):
       return getattr(entry, field)
@@ -29,7 +29,7 @@ def leaves_of(
   tree: object,
   is_leaf: Callable[[object], bool] | None = None,
 ) -> list[tuple[Keys, Any]]:
-  """Returns the leaves of a tree, with the plain keys of their paths."""
+  """Returns a tree's leaves, with their paths' plain keys."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
   return [(path_keys(path), x) for path, x in flat]
 

@@ -1,4 +1,4 @@
-"""Transformations of each worker's own gradient."""
+"""Transformations before the exchange, for each worker's own gradient."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ from demo_optax.workers import Workers, checks, inside, lift
 
 
 class PerWorkerState(NamedTuple):
-  """State of `per_worker`: that of each worker, stacked `[workers, ...]`."""
+  """Each worker's state, stacked `[workers, ...]`."""
 
   worker_stacked: chex.ArrayTree
 

@@ -1,4 +1,4 @@
-"""Predicts the bytes of an exchange from shapes."""
+"""Predicts an exchange's bytes from shapes."""
 
 import collections
 import dataclasses
@@ -66,7 +66,7 @@ class LeafBytes:
 
   @property
   def is_large(self) -> bool:
-    """Whether more than a tenth of its float32 elements is sent."""
+    """Whether it sends more than a tenth as float32."""
     return self.sent_bytes > 0.4 * math.prod(self.leaf.shape)
 
 
@@ -106,7 +106,7 @@ class Plan:
   update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns the bytes of a ring all-reduce of the gradient, each way."""
+    """Returns a ring all-reduce's bytes for the gradient, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
@@ -131,7 +131,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns the table of leaves; equal ones share a row."""
+    """Returns the leaves as a table; equal ones share a row."""
     names = collections.defaultdict(list)
     for leaf in self.leaves:
       names[_row(leaf)].append(leaf.name)
@@ -290,7 +290,7 @@ def _sent_by_device(
   count: int,
   weighted: bool,
 ) -> tuple[int, int, int]:
-  """Returns bytes of a device's message, summands, and all owners' updates."""
+  """Returns bytes in a device's message, summands, and all owners' updates."""
   packer, owners, layout = config.packer, config.update_packer, config.layout
   message = summed = updates = 0
   for name, (shape, dtype) in packer.shapes.items():
@@ -321,7 +321,7 @@ _HEADER = [
 
 
 def _row(costs: LeafBytes) -> tuple[str, ...]:
-  """Returns the row of a leaf in the table, without its name."""
+  """Returns a leaf's row in the table, without its name."""
   leaf = costs.leaf
   of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
@@ -356,7 +356,7 @@ def _shard_bytes(leaf: Leaf) -> int:
 
 
 def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
-  """Returns the bytes per device of joining updates inside a worker."""
+  """Returns the bytes per device that join updates inside a worker."""
   received: dict[tuple[str, ...], int] = collections.defaultdict(int)
   for bucket in layout.buckets:
     # Along one axis after the other, the innermost first.

@@ -1,4 +1,4 @@
-"""Leaves of gradients, parameters and state, and Flax's wrappers of them.
+"""Leaves of gradients, parameters and states, in Flax's wrappers or not.
 
 NNX keeps parameters in `nnx.Variable`s, Linen in `nn.Partitioned` boxes. Both
 are tree nodes with sharding annotations. This module does not import Flax.
@@ -69,7 +69,7 @@ def mask_others(tree: chex.ArrayTree) -> Any:
 
 
 def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
-  """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
+  """Applies `fun(leaf, momentum's dtype)` to the leaves that are exchanged."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: fun(x, momentum_dtype(path, x)),
     mask_others(tree),
@@ -81,9 +81,9 @@ def zero_update(
   param: jax.Array | None,
   lead: int,
 ) -> jax.Array:
-  """Returns the update of a leaf that is not exchanged.
+  """Returns the update for a leaf that is not exchanged.
 
-  `lead` axes of the gradient are the workers'. Gradients of integers may be
+  The gradient has `lead` axes for workers. Those of integers may be
   NumPy's `float0`.
   """
   dtype = gradient.dtype
@@ -95,7 +95,7 @@ def zero_update(
 def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
   """Returns the parameters that have gradients, and None for the others.
 
-  Equinox gives None as the gradient of a function or an integer in a model.
+  Equinox gives None as gradient for functions and integers in a model.
   """
   # Annotations of variables may differ.
   types = _wrappers()
@@ -133,7 +133,7 @@ def flatten_alike(
 
 
 def _wrappers() -> tuple[Any, Any]:
-  """Returns the types of Flax's variables and boxes, () if not imported."""
+  """Returns Flax's types for variables and boxes, () if not imported."""
   nnx, linen = sys.modules.get('flax.nnx'), sys.modules.get('flax.linen')
   return getattr(nnx, 'Variable', ()), getattr(linen, 'Partitioned', ())
 
@@ -183,9 +183,9 @@ def check_state(
   lead: int,
   workers: object,
 ) -> None:
-  """Raises unless a state has the leaves of one made now, in their shapes.
+  """Raises unless a state has the expected leaves, in their shapes.
 
-  `lead` axes of its leaves are the workers'.
+  Its leaves have `lead` axes for workers.
   """
   former, current = _shapes(state, lead), _shapes(expected, 0)
   differences = []
@@ -197,7 +197,7 @@ def check_state(
 
 
 def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
-  """Describes the leaves of a state by name."""
+  """Describes a state's leaves by name."""
 
   def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)

@@ -35,7 +35,7 @@ Period = int | Callable[[chex.Numeric], chex.Numeric]
 
 
 class OwnState(NamedTuple):
-  """State of each worker, stacked `[workers, ...]`."""
+  """Each worker's state, stacked `[workers, ...]`."""
 
   params: chex.ArrayTree  # replace the model's in a step
   inner: chex.ArrayTree  # state of the inner optimizer
@@ -67,8 +67,8 @@ def local_updates(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Lets workers train alone and exchange every `sync_period` steps.
 
-  Other steps communicate only their results, such as the mean of a loss.
-  `diloco`, `demo_diloco` and `sparse_loco` are published methods of this form.
+  Other steps communicate only their results, such as a mean loss.
+  `diloco`, `demo_diloco` and `sparse_loco` are published methods.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -90,9 +90,8 @@ def local_updates(
     x_i &\leftarrow s
 
   Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
-  state keeps; outside :math:`s`, for evaluation and checkpoints. A change
-  inside a step, other than by `update`, is lost. A worker skips a step that
-  would not be finite.
+  state keeps; outside :math:`s`, for evaluation and checkpoints. A worker skips
+  a step that would not be finite.
 
   Args:
     inner: each worker's optimizer.
@@ -123,7 +122,7 @@ def local_updates(
   outer = optax.with_extra_args_support(outer)
 
   def init_one(params: chex.ArrayTree) -> OwnState:
-    """Returns the state of one worker."""
+    """Returns one worker's state."""
     start = _tree.map_wide(jnp.array, params) if drift else ()
     return OwnState(params, inner.init(params), jnp.zeros((), jnp.int32), start)
 
@@ -327,7 +326,7 @@ def demo_diloco(
   average: Average = 'senders',
   drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Makes DeMo inside DiLoCo: sends the fast part of the outer momentum.
+  r"""Makes DeMo inside DiLoCo: sends the outer momentum's fast part.
 
   As `diloco`, with the exchange of `scale_by_demo` for gradients
   :math:`G_i = s - x_i` and its update :math:`u`. By default

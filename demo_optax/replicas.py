@@ -22,13 +22,13 @@ from demo_optax.workers import Workers
 
 
 class Difference(NamedTuple):
-  """Copies of a leaf that differ from most of its copies.
+  """A leaf's copies that differ from most.
 
   Attributes:
     leaf: the leaf's path.
     devices: ids of the devices that hold them.
-    workers: the workers of these devices, if workers on a mesh were given.
-    processes: the processes of these devices.
+    workers: their workers, if workers on a mesh were given.
+    processes: their processes.
   """
 
   leaf: str
@@ -102,7 +102,7 @@ Name = TypeVar('Name', bound=Hashable)
 
 
 class Copy(NamedTuple):
-  """A copy of a block of an array."""
+  """A copy of an array's block."""
 
   device: Any  # None if it is not known to all processes
   process: int
@@ -111,7 +111,7 @@ class Copy(NamedTuple):
 
 
 def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
-  """Returns the copies of all blocks of arrays, in all processes the same.
+  """Returns the copies of all arrays' blocks, the same in all processes.
 
   Other values are compared by a checksum. Raises in all processes if their
   arrays have other names, shapes or dtypes, rather than leave some waiting in a
@@ -161,7 +161,7 @@ def _checksum(text: str) -> np.uint32:
 
 
 def differing(held: Sequence[Copy]) -> list[Copy]:
-  """Returns the copies of one array that differ from most of their block."""
+  """Returns one array's copies that differ from most for their block."""
   counts = collections.Counter((copy.block, copy.digest) for copy in held)
   usual: dict[str, bytes] = {}
   for (block, digest), _ in counts.most_common():
@@ -170,7 +170,7 @@ def differing(held: Sequence[Copy]) -> list[Copy]:
 
 
 def content_digest(held: Sequence[Copy]) -> str:
-  """Returns the digest of an array, 16 digits, the same for any sharding."""
+  """Returns an array's digest, 16 digits, the same for any sharding."""
   blocks = {copy.block: copy.digest for copy in held}
   total = np.zeros(2, np.uint32)  # modulo 2^32, in any order
   for digest in blocks.values():
@@ -179,13 +179,13 @@ def content_digest(held: Sequence[Copy]) -> str:
 
 
 def is_local(array: Array) -> bool:
-  """Returns whether each of several processes holds all of an array."""
+  """Returns whether several processes hold a whole array each."""
   is_whole = not isinstance(array, jax.Array) or array.is_fully_addressable
   return is_whole and jax.process_count() > 1
 
 
 def has_copies(array: object) -> bool:
-  """Returns whether several devices have the same part of one array."""
+  """Returns whether several devices have the same part."""
   if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
     return False
   blocks = [block for _, _, block in _holders(array)]
@@ -193,7 +193,7 @@ def has_copies(array: object) -> bool:
 
 
 def _holders(array: Array) -> list[tuple[Any, int, str]]:
-  """Returns device, process and block of each copy, in the order of devices."""
+  """Returns each copy's device, process and block, in the order of devices."""
   holders: list[tuple[Any, int, str]] = [(None, 0, '')]
   if isinstance(array, jax.Array):
     blocks: Any = array.sharding.devices_indices_map(array.shape)
@@ -213,7 +213,7 @@ def _number_of(device: Any) -> int:
 
 
 def _digest_blocks(array: Array) -> list[Array]:
-  """Digests the blocks of an array in this process, as `_holders` orders."""
+  """Digests an array's blocks in this process, as `_holders` orders."""
   if not isinstance(array, jax.Array):
     array = np.asarray(array)
     start = np.zeros(array.ndim, np.uint32)

@@ -57,7 +57,7 @@ class Coding(NamedTuple):
 
 
 def coding_of(leaf: Leaf) -> Coding:
-  """Returns the coding of a leaf."""
+  """Returns a leaf's coding."""
   assert isinstance(leaf.compressor, Compressor)
   return Coding(leaf.grid, leaf.sharding.blocks, leaf.compressor.basis)
 

@@ -210,7 +210,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     )
 
   def _read(self, path: epath.Path) -> dict[str, Value]:
-    """Returns the leaves of a checkpoint; raises if it is damaged."""
+    """Returns a checkpoint's leaves; raises if it is damaged."""
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
@@ -237,7 +237,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 def _described(
   leaves: Mapping[str, Value],
 ) -> tuple[dict[str, Value], dict[str, Any]]:
-  """Returns the arrays that Orbax writes, and the description of all leaves."""
+  """Returns the arrays that Orbax writes, and what describes all leaves."""
   copies = replicas.copies(leaves)
   arrays: dict[str, Value] = {}
   descriptions, values = {}, {}
@@ -263,7 +263,7 @@ def _target(
   dtype: str,
   wanted: Value,
 ) -> Value:
-  """Returns the target of Orbax's load: the saved shape, sharded as wanted.
+  """Returns a target for Orbax's load: the saved shape, sharded as wanted.
 
   On the host if that has no place for it on devices, and for keys.
   """
@@ -292,7 +292,7 @@ def _check_same(name: str, copies: Sequence[replicas.Copy]) -> None:
 
 
 def _checksum(about: Mapping[str, object]) -> int:
-  """Returns the checksum of a description, as read from its file."""
+  """Returns a description's checksum, as read from its file."""
   return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 

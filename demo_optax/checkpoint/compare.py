@@ -1,4 +1,4 @@
-"""Compares the leaves of a checkpoint with those of the state to restore."""
+"""Compares saved leaves with those in the state to restore."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,7 @@ def check_fits(
 ) -> None:
   """Raises unless saved leaves differ from those wanted only as asked for.
 
-  `layouts` are the names of records of chunks.
+  `layouts` are the names under which chunks are described.
   """
   problems: dict[str, list[str]] = {problem: [] for problem in _REMEDIES}
   for name in {**wanted, **saved}:
@@ -84,7 +84,7 @@ def _compare_chunks(
   saved: Value,
   wanted: Value,
 ) -> Iterator[tuple[str, str, str, str]]:
-  """Yields the leaves whose chunks differ, by the records of two layouts."""
+  """Yields the leaves whose chunks differ, by two layouts' records."""
   former, current = saved_records(saved), saved_records(wanted)
   root = name.removesuffix('layout')
   for leaf in differences(former, current):

@@ -1,6 +1,7 @@
 """States as plain dictionaries of arrays, momentum leaf by leaf, and back.
 
-The shapes of momentum's buckets depend on workers, devices and all parameters.
+Momentum's buckets have shapes that depend on workers, devices and all
+parameters.
 A checkpoint has coefficients for every parameter instead, and a record that
 describes its chunks:
 
@@ -188,7 +189,7 @@ def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
 
 
 def _records_of(saved: Mapping[str, Value], keys: Keys) -> dict[str, Record]:
-  """Returns the saved records of the leaves in a bucket or message."""
+  """Returns the saved records for the leaves in a bucket or message."""
   return saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
 
 

@@ -30,7 +30,7 @@ def run(
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
-  Jitted, on the devices of the results, unless `args` are traced. NumPy's
+  Jitted, on the devices that results have, unless `args` are traced. NumPy's
   arrays stay so, in 64 bits, unless results have `shardings`. XLA chooses a
   sharding that is `None`. The same function, not a closure, is compiled once
   for equal `static`.
@@ -61,7 +61,7 @@ def of(x: Value) -> Sharding:
 
 
 def _near(x: Value, targets: Sequence[jax.sharding.Sharding]) -> Value:
-  """Returns an array on Auto axes, on the devices of the first target."""
+  """Returns an array on Auto axes, on the first target's devices."""
   if not isinstance(x, Array):
     return x
   sharding: Sharding = x.sharding

@@ -33,13 +33,13 @@ def scale_to_unit_rms(
   weight_dimension_numbers: DimensionNumbersTree = None,
   min_rms: chex.Numeric = 0.0,
 ) -> optax.GradientTransformation:
-  r"""Scales the update of every matrix to a root mean square of one.
+  r"""Scales every matrix's update to a root mean square of one.
 
   .. math:: u \leftarrow u / \max(\sqrt{\mathrm{mean}(u^2)}, \epsilon)
 
   Averaging orthonormal matrices shrinks them (more so when workers disagree),
   and sparsifying shrinks them again. After this link the learning rate alone
-  sets the length of a step, as in `Muon is Scalable for LLM Training
+  sets a step's length, as in `Muon is Scalable for LLM Training
   <https://arxiv.org/abs/2502.16982>`_, section 2.2. Zeros stay zeros.
 
   Args:
@@ -100,19 +100,19 @@ def scale_to_muon(
   decay: chex.Numeric,
   consistent_rms: chex.Numeric | None,
 ) -> optax.GradientTransformation:
-  """Scales matrices to the length of Muon's updates at a rate of one.
+  """Scales matrices as Muon's updates at a rate of one.
 
   The root mean square of `optax.contrib.muon` is
   `1 / sqrt(max(fan_in, fan_out))` of an orthonormal matrix, times
   `sqrt(max(1, fan_out / fan_in))`, or times
   `sqrt(max(fan_in, fan_out)) * consistent_rms`.
 
-  If a share `s` of the coefficients is sent, each waits in the residual for
-  about `t = 1 / (1 - decay (1 - s))` steps. In `t` steps the similar updates of
-  Muon move `t` times as far as one. Those of the exchange, which have different
+  If a share `s` is sent, a coefficient waits in the residual for about
+  `t = 1 / (1 - decay (1 - s))` steps. In `t` steps Muon's similar updates move
+  `t` times as far as one. Those of the exchange, which have different
   coefficients, move `sqrt(t)` times as far, and are made that much longer.
 
-  Axes and compressors are those of all leaves, by path.
+  Axes and compressors are given for all leaves, by path.
   """
 
   def scale(path: Path, update: jax.Array) -> jax.Array:
@@ -358,7 +358,7 @@ def chain(
 
 
 def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
-  """Returns the states of the exchanges in a chain."""
+  """Returns the exchanges' states in a chain."""
   return [x for x in state.inner_state if isinstance(x, DeMoState)]
 
 
@@ -367,7 +367,7 @@ def _keep(
   after: chex.ArrayTree,
   someone: jax.Array,
 ) -> chex.ArrayTree:
-  """Returns a new state, with the moments of the old one without workers."""
+  """Returns a new state, with the old moments without workers."""
 
   # By their fields: optax does not export the types of all.
   def is_kept(x: object) -> bool:

@@ -40,7 +40,7 @@ _CONTAINERS = frozenset(
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, inferred from their paths and shapes.
 
-  A matrix is the last two dimensions of a leaf; leading dimensions stack
+  A matrix is a leaf's last two dimensions; leading dimensions stack
   matrices, such as scanned layers or experts. A leaf is no matrix if it has
   fewer than two dimensions or a side of one. Nor is it one by its own name or
   its parent's, without indices and containers (`layers`):
@@ -114,7 +114,7 @@ def describe_matrices(params: chex.ArrayTree) -> str:
 
 
 def _inferred(params: chex.ArrayTree) -> dict[Keys, MuonDimensionNumbers | str]:
-  """Returns the axes of matrices, or why a leaf has no such axes, by path."""
+  """Returns matrices' axes, or why a leaf has no such axes, by path."""
   shapes = {keys: jnp.shape(leaf) for keys, leaf in leaves_of(params)}
   return {keys: _infer(keys, shapes) for keys in shapes}
 
@@ -123,7 +123,7 @@ def _infer(
   keys: Keys,
   shapes: Mapping[Keys, tuple[int, ...]],
 ) -> MuonDimensionNumbers | str:
-  """Returns the axes of a matrix, or a reason why there are no such axes."""
+  """Returns a matrix's axes, or a reason why there are no such axes."""
   shape = shapes[keys]
   ndim = len(shape)
   if ndim < 2:
@@ -164,7 +164,7 @@ def _names(keys: Keys) -> list[str]:
 
 
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:
-  """Returns whether a shape is probably that of a convolution's kernel.
+  """Returns whether a shape is probably a convolution's kernel.
 
   Stacks of stacks rarely have two equal sides of 3, 5 or 7, or as few inputs as
   an image has channels.
@@ -176,7 +176,7 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _words(name: str) -> str:
-  """Returns the words of a name.
+  """Returns the words in a name.
 
   >>> _words('LMHead_0'), _words('wte2'), _words('MultiHeadAttention')
   ('lm head', 'wte', 'multi head attention')
@@ -190,10 +190,10 @@ def matrices(
   given: DimensionNumbersTree,
   argument: str = 'muon_weight_dimension_numbers',
 ) -> dict[Keys, MuonDimensionNumbers | None]:
-  """Returns the axes of all leaves, given or inferred, by path.
+  """Returns all leaves' axes, given or inferred, by path.
 
   Both sides are tuples, counted from the first axis. Made once from all
-  parameters, since transformations may see a part of them.
+  parameters, since transformations may see only a part.
   """
   if given is None:
     _warn_of_unnamed(params)
@@ -212,7 +212,7 @@ def matrices(
 
 
 def _warn_of_unnamed(params: chex.ArrayTree) -> None:
-  """Warns of leaves of which only the shape is known, as in a list."""
+  """Warns about leaves without names, as in a list."""
   unnamed = []
   lines = describe_matrices(params).splitlines()
   for (keys, leaf), line in zip(leaves_of(params), lines):
@@ -229,7 +229,7 @@ def _warn_of_unnamed(params: chex.ArrayTree) -> None:
 
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
-  """Returns a function that puts values by path into a tree of some leaves."""
+  """Returns a function that makes a tree by path, for some leaves."""
 
   def value_of(path: Path, leaf: chex.Numeric) -> Any:
     del leaf

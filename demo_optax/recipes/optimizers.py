@@ -37,26 +37,41 @@ def demo(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DeMo as published, first version: signs, the rate in the momentum.
 
-  The exchange of `scale_by_demo` with :math:`w = \eta_t`, then
+  It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
+  and `optax.scale_by_learning_rate`, masked to the exchanged leaves. For other
+  options write that chain.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo(1e-3, workers=workers)
+    >>> params = {'w': jnp.zeros((8, 8))}
+    >>> gradients = {'w': jnp.ones((2, 8, 8))}
+    >>> updates, _ = tx.update(gradients, tx.init(params), params)
+    >>> print(updates['w'].min(), updates['w'].max())
+    -0.001 -0.001
+
+  The exchange has the weight :math:`w = \eta_t`; then
 
   .. math::
     x \leftarrow x - \eta_t \lambda x - \eta_t\, \mathrm{sign}(u)
 
-  It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
-  and `optax.scale_by_learning_rate`, masked to the exchanged leaves. A step
-  that excludes every worker does not change the parameters, not even by weight
-  decay. For other options write that chain. `data_parallel` has an example.
+  A step that excludes every worker does not change the parameters, not even by
+  weight decay.
 
   Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    learning_rate: :math:`\eta_t`, a number or a schedule.
     workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` need less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: as in `optax.add_decayed_weights`.
-    exchange: as in `scale_by_demo`. Only signs of updates matter:
+    exchange: as in `scale_by_demo`. Only updates' signs matter:
       `'all_to_all'` and `'auto'` change no bit of the parameters.
+
+  Raises:
+    ValueError: a hyperparameter out of range, and as `scale_by_demo`.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -86,11 +101,24 @@ def muon_compressors(
   *,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
-  """Returns the default compressors of `demo_muon`, a tree like `params`.
+  """Returns `demo_muon`'s default compressors, a tree like `params`.
 
-  Matrices send the `topk` largest coefficients of chunks of 64x64, each of one
-  matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
-  every row of up to 192. All send signs with a scale.
+  Matrices send the largest coefficients in chunks of 64x64, other leaves those
+  in every row of up to 192. All send signs with a scale.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> params = {'up': jnp.zeros((64, 64)), 'norm': jnp.zeros(64)}
+    >>> found = demo_optax.recipes.muon_compressors(params, topk=32)
+    >>> found['up'].select.k, found['norm'].select.k
+    (32, 8)
+
+  Args:
+    params: parameters, or their shapes.
+    topk: coefficients in a chunk, in proportion for smaller ones. No chunk has
+      parts from two matrices.
+    row_topk: coefficients in a row.
+    muon_weight_dimension_numbers: as in `demo_muon`.
   """
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
@@ -131,22 +159,18 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
-  It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
-  scale (for leaves that are not matrices `optax.scale_by_rms`),
+  It chains `per_worker` around Muon, `scale_by_demo`, `scale_to_unit_rms` with
+  a scale (`optax.scale_by_rms` for leaves that are no matrices),
   `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
     >>> tx = demo_optax.demo_muon(2e-2, workers=workers)
-    >>> params = {'up': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)}
-    >>> gradients = {'up': jnp.ones((2, 8, 8)), 'bias': jnp.ones((2, 8))}
-    >>> updates, _ = tx.update(gradients, tx.init(params), params)
-    >>> updates['up'].shape
-    (8, 8)
+    >>> state = tx.init({'up': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)})
 
-  For a matrix, with gradient :math:`g_i`, momentum :math:`b_i` and residual
-  :math:`m_i` of worker :math:`i`:
+  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
+  :math:`b_i` and residual :math:`m_i`:
 
   .. math::
     b_i &\leftarrow \beta b_i + (1 - \beta) g_i \\
@@ -157,39 +181,34 @@ def demo_muon(
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, r\, u / \mathrm{rms}(u)
 
-  The average is over all valid workers, also those that did not send a
-  coefficient. :math:`r` is the length of Muon's updates, for a share of the
-  coefficients (`links.muon_rms`).
+  The average is over valid workers; for :math:`r` see `links.scale_to_muon`.
 
   Args:
-    learning_rate: :math:`\eta_t`, that of `optax.contrib.muon`; start at 2e-2.
+    learning_rate: :math:`\eta_t`, as for `optax.contrib.muon`; start at 2e-2.
     workers: as in `scale_by_demo`.
-    compressor: as in `scale_by_demo`, by default `muon_compressors(params)`.
-    decay: :math:`\delta` of the residual, in `[0, 1)`.
-    beta: :math:`\beta` of the momentum, in `[0, 1)`.
-    mu_dtype: dtype of :math:`b_i` between steps, float32 by default.
+    compressor: as there; by default `muon_compressors(params)`.
+    decay: :math:`\delta`, in `[0, 1)`.
+    beta: :math:`\beta`, in `[0, 1)`.
+    mu_dtype: for :math:`b_i`, float32 by default.
     other_learning_rate: for other leaves, by default `learning_rate`.
     other_weight_decay: :math:`\lambda` for other leaves.
-    weight_decay: :math:`\lambda` for matrices, decoupled.
-    muon_weight_dimension_numbers: the axes of matrices, as in
-      `optax.contrib.muon`, or a function of the parameters; by default
-      `muon_dimension_numbers`, see `describe_matrices`.
-    consistent_rms: as in `optax.contrib.muon`: 0.2 for rates of AdamW.
+    weight_decay: :math:`\lambda` for matrices.
+    muon_weight_dimension_numbers: matrices' axes, as in `optax.contrib.muon`;
+      by default `muon_dimension_numbers`.
+    consistent_rms: as in `optax.contrib.muon`: 0.2 for AdamW's rates.
     exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`.
-    delayed: whether compressed matrices are exchanged one step late, see
-      `scale_by_demo`. They move by :math:`2 u_t - u_{t-1}`.
+    update_values: as there.
+    delayed: whether matrices are exchanged one step late, and move by
+      :math:`2 u_t - u_{t-1}`.
 
   Raises:
-    ValueError: a hyperparameter out of range.
-    TypeError: `mu_dtype` without the range of float32.
+    ValueError, TypeError: a hyperparameter out of range.
 
   References:
-    Jordan et al., `Muon: An optimizer for hidden layers in neural networks
-    <https://kellerjordan.github.io/posts/muon>`_, 2024.
+    Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024.
 
     Zmushko et al., `One-Step Gradient Delay is Not a Barrier
-    <https://arxiv.org/abs/2606.30634>`_, 2026, on `delayed`.
+    <https://arxiv.org/abs/2606.30634>`_, 2026.
   """
   _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
