@@ -16,7 +16,6 @@ and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
 
 import argparse
 import importlib
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
@@ -25,7 +24,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax import compressors
+from demo_optax import _checks, compressors
 from demo_optax._plan import Plan, plan
 from demo_optax.codes.value_codes import VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -57,19 +56,28 @@ def main(argv: list[str] | None = None) -> None:
   parser = _parser()
   args = parser.parse_args(argv)
   try:
-    params = _params(args.model)
-    plans = _plans(params, args)
+    text = _described(_params(args.model), args)
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
-    parser.error(f'argument model: {words}')
+    parser.error(words)
+  print(text)
+
+
+def _described(params: chex.ArrayTree, args: argparse.Namespace) -> str:
+  """Returns what is asked for."""
+  plans = _plans(params, args)
+  parts = [plans[0].table()]
   if args.matrices:
-    print(f'{describe_matrices(params)}\n')
-  print(plans[0].table())
+    parts.insert(0, describe_matrices(params))
   for each in plans:
-    print(f'\n{each.totals()}')
-  if args.link_mbits:
+    parts.append(each.totals())
+  if args.link_mbits is not None:
+    _checks.check_range('link_mbits', args.link_mbits, '(0, inf)')
+    _checks.check_range('latency_ms', args.latency_ms, '[0, inf)')
+    _checks.check_range('step_ms', args.step_ms, '[0, inf)')
     for each in plans:
-      print(f'\n{_over_link(each, args)}')
+      parts.append(_over_link(each, args))
+  return '\n\n'.join(parts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,15 +111,15 @@ def _add_exchange(add: Callable[..., Any]) -> None:
   )
   add(
     '--topk',
-    type=_integer(2**24),
+    type=int,
     default=32,
     help='coefficients per chunk; default: 32',
   )
-  add('--chunk', type=_integer(4096), default=64, help='its sides; default: 64')
+  add('--chunk', type=int, default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
   add(
     '--workers',
-    type=_integer(2**24),
+    type=int,
     nargs='+',
     default=[8],
     help='numbers of workers; default: 8',
@@ -128,49 +136,30 @@ def _add_link(add: Callable[..., Any]) -> None:
   """Adds what decides about seconds."""
   add(
     '--link-mbits',
-    type=_amount,
+    type=float,
     metavar='RATE',
     help='of a worker, in Mbit/s: prints seconds',
   )
   add(
     '--latency-ms',
-    type=_amount,
+    type=float,
     default=0.0,
     metavar='TIME',
     help='of the link, one way, in milliseconds',
   )
   add(
     '--step-ms',
-    type=_amount,
+    type=float,
     default=0.0,
     metavar='TIME',
     help='of a step without communication, in milliseconds',
   )
 
 
-def _integer(most: int) -> Callable[[str], int]:
-  """Returns a function that reads an integer from 1 to `most`."""
-
-  def read(text: str) -> int:
-    if re.fullmatch(r'\d{1,9}', text) and 1 <= int(text) <= most:
-      return int(text)
-    raise argparse.ArgumentTypeError(
-      f'must be an integer from 1 to {most:,}, got {text[:20]!r}'
-    )
-
-  return read
-
-
-def _amount(text: str) -> float:
-  """Reads a rate or a time."""
-  if re.fullmatch(r'\d{1,9}(\.\d{1,9})?', text) and float(text) > 0:
-    return float(text)
-  raise argparse.ArgumentTypeError(
-    f'must be a number above 0 without a unit, such as 100, got {text[:20]!r}'
-  )
-
-
-def _plans(params: chex.ArrayTree, args: argparse.Namespace) -> list[Plan]:
+def _plans(
+  params: chex.ArrayTree,
+  args: argparse.Namespace,
+) -> list[Plan]:
   """Returns a plan for each number of workers."""
   compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
   update_values = 'ternary'
@@ -234,8 +223,8 @@ def _params(model: str) -> chex.ArrayTree:
   module, colon, name = model.partition(':')
   if not colon:
     raise ValueError(
-      f'must be module:function or one of {", ".join(_WIDTHS)}, got {model!r}.'
-      ' Give a function that exists.'
+      f'model must be module:function or one of {", ".join(_WIDTHS)}, got'
+      f' {model!r}. Give a function that exists.'
     )
   make = getattr(importlib.import_module(module), name)
 

@@ -12,7 +12,8 @@ Keys = tuple[Any, ...]
 def path_keys(path: Path) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
   keys = tuple(map(_plain_key, path))
-  if keys[-1:] == ('value',) and hasattr(path[-1], 'name'):
+  is_attribute = path and hasattr(path[-1], 'name')
+  if is_attribute and keys[-1] == 'value':
     return keys[:-1]
   return keys
 
@@ -55,4 +56,6 @@ def is_stacked(keys: Keys) -> bool:
 def is_bucket(keys: Keys) -> bool:
   """Returns whether a leaf is a bucket of an exchange, by its path."""
   fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
-  return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
+  if keys[-3:-1] not in fields:
+    return False
+  return str(keys[-1]).startswith('bucket_')

@@ -76,7 +76,11 @@ def _keeping_finite(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new_state
     is_good = stays_finite(updates, new_state, state)
-    updates = jax.tree.map(lambda u: jnp.where(is_good, u, jnp.nan), updates)
+
+    def keep(update: jax.Array) -> jax.Array:
+      return jnp.where(is_good, update, jnp.nan)
+
+    updates = jax.tree.map(keep, updates)
     return updates, optax.tree.where(is_good, new_state, state)
 
   return optax.GradientTransformationExtraArgs(tx.init, update_fn)
@@ -142,7 +146,10 @@ def of_each(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
+def stack_own(
+  tree: chex.ArrayTree,
+  workers: Workers,
+) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
   fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 

@@ -64,11 +64,6 @@ class LeafBytes:
       return 0.0
     return chunks.format.index_code.bits / chunks.format.k
 
-  @property
-  def is_large(self) -> bool:
-    """Whether it sends more than a tenth as float32."""
-    return self.sent_bytes > 0.4 * math.prod(self.leaf.shape)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
@@ -149,11 +144,6 @@ class Plan:
       for cell, width in zip(cells, widths[1:]):
         line += '  ' + cell.rjust(width)
       lines.append(line.rstrip())
-    if any(leaf.is_large for leaf in self.leaves):
-      lines.append(
-        '! sends more than a tenth of the leaf. If that is much of the total,'
-        " give it a smaller topk, or values='sign'."
-      )
     if not all(leaf.as_unsharded for leaf in self.leaves):
       lines.append(
         '* cut into other chunks than on one device: results depend on how it'
@@ -337,8 +327,6 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
       indices = 'group' if sent_as.grouped else code.name
       bits = f'{costs.index_bits:.2f}'
   sent, blocks = _num_bytes(costs.sent_bytes), '-'
-  if costs.is_large:
-    sent += '!'
   if math.prod(costs.blocks) > 1:
     blocks = _times(costs.blocks)
   if not costs.as_unsharded:

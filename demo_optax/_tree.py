@@ -68,7 +68,10 @@ def mask_others(tree: chex.ArrayTree) -> Any:
   return jax.tree.map(mask, tree)
 
 
-def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
+def map_wide(
+  fun: Callable[..., jax.Array],
+  tree: chex.ArrayTree,
+) -> Any:
   """Applies `fun(leaf, momentum's dtype)` to the leaves that are exchanged."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: fun(x, momentum_dtype(path, x)),
@@ -92,7 +95,10 @@ def zero_update(
   return jnp.zeros(np.shape(gradient)[lead:], dtype)
 
 
-def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
+def params_of(
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree,
+) -> Any:
   """Returns the parameters that have gradients, and None for the others.
 
   Equinox gives None as gradient for functions and integers in a model.

@@ -124,7 +124,12 @@ def local_updates(
   def init_one(params: chex.ArrayTree) -> OwnState:
     """Returns one worker's state."""
     start = _tree.map_wide(jnp.array, params) if drift else ()
-    return OwnState(params, inner.init(params), jnp.zeros((), jnp.int32), start)
+    return OwnState(
+      params=params,
+      inner=inner.init(params),
+      skipped=jnp.zeros((), jnp.int32),
+      start=start,
+    )
 
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
     params = workers.device_put(_tree.mask_others(params))
@@ -215,14 +220,18 @@ def _outer_step(
 
 def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
   """Returns how far a worker moved from the start, in the parameter's dtype."""
-  return start.astype(x.dtype).astype(start.dtype) - x.astype(start.dtype)
+  rounded = start.astype(x.dtype).astype(start.dtype)
+  return rounded - x.astype(start.dtype)
 
 
 def _add(start: jax.Array, update: jax.Array) -> jax.Array:
   return (start.astype(update.dtype) + update).astype(start.dtype)
 
 
-def _change(x: jax.Array, new: jax.Array | optax.MaskedNode) -> jax.Array:
+def _change(
+  x: jax.Array,
+  new: jax.Array | optax.MaskedNode,
+) -> jax.Array:
   return jnp.zeros_like(x) if isinstance(new, optax.MaskedNode) else new - x
 
 
@@ -239,13 +248,13 @@ def _inner_step(
     own.params,
     optax.tree.cast_like(updates, own.params),
   )
-  finite = stays_finite((gradients, params), inner_state, own.inner)
+  is_finite = stays_finite((gradients, params), inner_state, own.inner)
   params, inner_state = optax.tree.where(
-    finite,
+    is_finite,
     (params, inner_state),
     (own.params, own.inner),
   )
-  skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+  skipped = own.skipped + jnp.logical_not(is_finite).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
 
 
@@ -427,7 +436,10 @@ def _own_nesterov(
     momentum, state = put_back(*given)
     is_finite = stays_finite(updates, (), ())
 
-    def nesterov(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
+    def nesterov(
+      gradient: jax.Array,
+      momentum: jax.Array,
+    ) -> jax.Array:
       gradient = jnp.where(is_finite, gradient, jnp.zeros_like(gradient))
       return gradient + decay * momentum
 

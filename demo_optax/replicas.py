@@ -127,11 +127,14 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
     lines.append(f'{name} {array.shape} {array.dtype} {is_local(array)}')
   _check_tree(lines)
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
-  own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  # uint32[arrays, devices, 2]
+  shape = len(arrays), jax.local_device_count(), 2
+  own = np.zeros(shape, np.uint32)
   for row, of_blocks in zip(own, digests):
     row[: len(of_blocks)] = jax.device_get(of_blocks)
-  gathered = own  # uint32[processes, arrays, devices, 2]
+  gathered = own
   if arrays:
+    # uint32[processes, arrays, devices, 2]
     gathered = multihost_utils.process_allgather(own)
   held: dict[Name, list[Copy]] = {}
   for number, (name, array) in enumerate(arrays.items()):
@@ -164,6 +167,7 @@ def differing(held: Sequence[Copy]) -> list[Copy]:
   """Returns one array's copies that differ from most for their block."""
   counts = collections.Counter((copy.block, copy.digest) for copy in held)
   usual: dict[str, bytes] = {}
+  # Of equally many, the first in the order of devices.
   for (block, digest), _ in counts.most_common():
     usual.setdefault(block, digest)
   return [copy for copy in held if copy.digest != usual[copy.block]]
@@ -186,30 +190,34 @@ def is_local(array: Array) -> bool:
 
 def has_copies(array: object) -> bool:
   """Returns whether several devices have the same part."""
-  if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+  if not isinstance(array, jax.Array):
+    return False
+  if isinstance(array, jax.core.Tracer) or is_local(array):
     return False
   blocks = [block for _, _, block in _holders(array)]
-  return not is_local(array) and len({*blocks}) < len(blocks)
+  return len({*blocks}) < len(blocks)
 
 
 def _holders(array: Array) -> list[tuple[Any, int, str]]:
   """Returns each copy's device, process and block, in the order of devices."""
-  holders: list[tuple[Any, int, str]] = [(None, 0, '')]
+  blocks: Any = {None: ''}
   if isinstance(array, jax.Array):
-    blocks: Any = array.sharding.devices_indices_map(array.shape)
-    holders = []
-    for device in sorted(blocks, key=_number_of):
-      holders.append((device, device.process_index, str(blocks[device])))
-  if not is_local(array):
+    blocks = array.sharding.devices_indices_map(array.shape)
+  holders: list[tuple[Any, int, str]] = []
+  if is_local(array):
+    # Each process has all blocks, on devices that others do not know.
+    for process in range(jax.process_count()):
+      for block in blocks.values():
+        holders.append((None, process, str(block)))
     return holders
-  of_all = []
-  for process in range(jax.process_count()):
-    of_all += [(None, process, block) for _, _, block in holders]
-  return of_all
+  for device in sorted(blocks, key=_number_of):
+    process = getattr(device, 'process_index', 0)
+    holders.append((device, process, str(blocks[device])))
+  return holders
 
 
 def _number_of(device: Any) -> int:
-  return device.id
+  return getattr(device, 'id', 0)
 
 
 def _digest_blocks(array: Array) -> list[Array]:

@@ -47,13 +47,20 @@ class Coding(NamedTuple):
     """Undoes `decode`."""
     return self._each_shard(chunking.to_coefficients, x)
 
-  def _each_shard(self, fun: Callable[..., Array], x: chex.Array) -> Array:
+  def _each_shard(
+    self,
+    fun: Callable[..., Array],
+    x: chex.Array,
+  ) -> Array:
     """Calls a function for every shard on every worker."""
-    sizes = {f'blocks_{dim}': n for dim, n in enumerate(self.blocks)}
+    # As if each dimension were sharded over an axis, with a device per block.
+    sizes = {f'axis_{dim}': count for dim, count in enumerate(self.blocks)}
     workers = Workers.simulated(len(x), None, sizes)
-    spec = Spec(True, keep(P(*sizes), workers.param_specs.axes))
+    axes = workers.param_specs.axes  # those with several blocks
+    spec = Spec(True, keep(P(*sizes), axes))
     one_shard = functools.partial(fun, grid=self.grid, basis=self.basis)
-    return lift.map_over(workers, one_shard, (spec,), spec)(jnp.asarray(x))
+    mapped = lift.map_over(workers, one_shard, (spec,), spec)
+    return mapped(jnp.asarray(x))
 
 
 def coding_of(leaf: Leaf) -> Coding:
@@ -74,9 +81,10 @@ def cut_bucket(
   bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
   shapes, shardings = {}, {}
-  for i in layout.members(number):
-    shapes[i] = _leaf_like(layout, layout.leaves[i], bucket, decoded)
-    shardings[i] = shapes[i].sharding
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    shapes[member] = _leaf_like(layout, leaf, bucket, decoded)
+    shardings[member] = shapes[member].sharding
   if isinstance(bucket, Shape):
     return shapes
   return run(_leaves_of, bucket, shardings, layout, number, decoded)
@@ -92,23 +100,29 @@ def _leaf_like(
   shape = leaf.shape
   if not decoded:
     *counts, n = leaf.grid.coefficients_shape
-    all_counts = np.multiply(leaf.sharding.blocks, counts)
-    shape = *map(int, all_counts), n
+    # The chunks from all shards along each dimension.
+    counts_of_all = np.multiply(leaf.sharding.blocks, counts)
+    shape = *map(int, counts_of_all), n
   shape = bucket.shape[0], *shape
   sharding = of(bucket)
   if isinstance(sharding, NamedSharding):
-    inner = dict(layout.axis_sizes)
-    worker_axes = [a for a in names_of(sharding.spec) if a not in inner]
-    spec = P(*(worker_axes or [None]), *leaf.sharding.spec)
-    sharding = fit_sharding(shape, NamedSharding(sharding.mesh, spec))
+    inner_axes = dict(layout.axis_sizes)
+    worker_axis = None
+    for axis in names_of(sharding.spec):
+      if axis not in inner_axes:
+        worker_axis = axis
+    spec = P(worker_axis, *leaf.sharding.spec)
+    placed = NamedSharding(sharding.mesh, spec)
+    sharding = fit_sharding(shape, placed)
   return Shape(shape, bucket.dtype, sharding=sharding)
 
 
 def _specs(layout: Layout, number: int) -> dict[int, Spec]:
   """Returns how a bucket's leaves are spread over workers and devices."""
   specs = {}
-  for i in layout.members(number):
-    specs[i] = Spec(True, layout.leaves[i].sharding.spec)
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    specs[member] = Spec(True, leaf.sharding.spec)
   return specs
 
 
@@ -124,14 +138,15 @@ def _leaves_of(
 
   def one_device(rows: Array) -> dict[int, Array]:
     # [chunks of all devices with these shards, n]
-    chunks = rows.reshape(kind.shape)[: kind.num_chunks]
-    chunks = workers.group.join_devices(chunks, kind.split_axes)
+    own_chunks = rows.reshape(kind.shape)[: kind.num_chunks]
+    chunks = workers.group.join_devices(own_chunks, kind.split_axes)
     leaves = {}
-    for i, of_leaf in layout.split(number, chunks).items():
-      grid = layout.leaves[i].grid
-      leaves[i] = of_leaf.reshape(grid.coefficients_shape)
+    for member, of_leaf in layout.split(number, chunks).items():
+      grid = layout.leaves[member].grid
+      array = of_leaf.reshape(grid.coefficients_shape)
       if decoded:
-        leaves[i] = chunking.from_coefficients(leaves[i], grid, kind.basis)
+        array = chunking.from_coefficients(array, grid, kind.basis)
+      leaves[member] = array
     return leaves
 
   specs = _specs(layout, number)
@@ -155,18 +170,20 @@ def fill_bucket(
 
   def one_device(coefficients: Mapping[int, Array]) -> Array:
     chunks = {}
-    for i, of_leaf in coefficients.items():
-      chunks[i] = of_leaf.reshape(layout.leaves[i].grid.num_chunks, -1)
+    for member, of_leaf in coefficients.items():
+      grid = layout.leaves[member].grid
+      chunks[member] = of_leaf.reshape(grid.num_chunks, -1)
     of_all = layout.join(number, chunks, kind.all_chunks)
     device = workers.group.device_index(kind.split_axes)
     rows = kind.of_device(of_all, device).astype(like.dtype)
     # [rows, n], or [1, rows, n] as one of several devices
-    return rows.reshape(*[1] * (len(like.shape) - 3), *kind.shape)
+    return rows[None] if layout.axis_sizes else rows
 
   def fill(leaves: Mapping[int, Value]) -> Array:
     specs, coefficients = _specs(layout, number), {}
-    for i in specs:
-      coefficients[i] = coefficients_of(layout.leaves[i], leaves[i])
+    for member in specs:
+      leaf = layout.leaves[member]
+      coefficients[member] = coefficients_of(leaf, leaves[member])
     mapped = lift.map_over(workers, one_device, (specs,), workers.bucket_spec)
     return mapped(coefficients)
 

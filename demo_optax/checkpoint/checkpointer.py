@@ -278,7 +278,10 @@ def _target(
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _check_same(name: str, copies: Sequence[replicas.Copy]) -> None:
+def _check_same(
+  name: str,
+  copies: Sequence[replicas.Copy],
+) -> None:
   """Raises if processes hold different copies, each for itself."""
   processes = set()
   for copy in replicas.differing(copies):

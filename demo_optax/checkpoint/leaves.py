@@ -83,8 +83,9 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
       number, is_owned = _bucket_at(keys, layout)
       if is_owned:
         x = _of_one_owner(layout.buckets[number].shape, x)
-      for i, coefficients in cut_bucket(layout, number, x).items():
-        add((*keys[:-1], *layout.leaves[i].keys), coefficients)
+      for member, coefficients in cut_bucket(layout, number, x).items():
+        leaf = layout.leaves[member]
+        add((*keys[:-1], *leaf.keys), coefficients)
     elif keys[-2:] == ('layout', 'digest'):
       text = json.dumps(layouts[keys[:-2]].records)
       add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
@@ -188,7 +189,10 @@ def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   return placement.run(regroup_owned, x, sharding, shape)
 
 
-def _records_of(saved: Mapping[str, Value], keys: Keys) -> dict[str, Record]:
+def _records_of(
+  saved: Mapping[str, Value],
+  keys: Keys,
+) -> dict[str, Record]:
   """Returns the saved records for the leaves in a bucket or message."""
   return saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
 
@@ -203,22 +207,32 @@ def _bucket(
   number, is_owned = _bucket_at(keys, layout)
   records = _records_of(saved, keys)
   arrays = {}
-  for i in layout.members(number):
-    arrays[i] = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
-    if arrays[i] is None:  # owners had no residuals
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    name = _paths.dotted((*keys[:-1], *leaf.keys))
+    if name not in saved:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
+    arrays[member] = saved[name]
   whole = like
   if is_owned:
     whole = _of_one_owner(layout.buckets[number].shape, abstract(like))
 
-  def convert(leaf: Leaf, coefficients: chex.Array) -> chex.Array:
+  def convert(
+    leaf: Leaf,
+    coefficients: chex.Array,
+  ) -> chex.Array:
     record = records[leaf.name]
-    if {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}:
+    # Of another selector or value code, with the same chunks.
+    if {**leaf.record, 'compressor': record['compressor']} == record:
       return regroup(coefficients, len(whole))
-    old, new = _recorded_coding(record, layout), coding_of(leaf)
+    former = _recorded_coding(record, layout)
+    current = coding_of(leaf)
     if is_owned:  # residuals are of updates, which have been transformed back
-      old, new = old._replace(basis=None), new._replace(basis=None)
-    return new.encode(regroup(old.decode(coefficients), len(whole)))
+      former = former._replace(basis=None)
+      current = current._replace(basis=None)
+    # [workers, *shape]
+    elements = regroup(former.decode(coefficients), len(whole))
+    return current.encode(elements)
 
   array = fill_bucket(layout, number, arrays, whole, convert)
   if is_owned:

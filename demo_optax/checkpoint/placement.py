@@ -35,23 +35,37 @@ def run(
   sharding that is `None`. The same function, not a closure, is compiled once
   for equal `static`.
   """
-  arrays, targets = jax.tree.leaves(args), jax.tree.leaves(shardings)
-  if any(isinstance(x, jax.core.Tracer) for x in arrays):
+  arrays = jax.tree.leaves(args)
+  targets = jax.tree.leaves(shardings)
+  if any(isinstance(array, jax.core.Tracer) for array in arrays):
     return fun(args, *static)
-  if not targets and all(isinstance(x, np.ndarray) for x in arrays):
-    host = Mesh(jax.local_devices(backend='cpu')[:1], ('host',))
+  # A device may be too small for what the host holds.
+  if not targets and all(isinstance(array, np.ndarray) for array in arrays):
+    host_device = jax.local_devices(backend='cpu')[0]
+    host = Mesh([host_device], ('host',))
     with jax.enable_x64(True), jax.set_mesh(host):
       return jax.device_get(fun(args, *static))
 
-  args = jax.tree.map(functools.partial(_near, targets=targets), args)
+  to_targets = functools.partial(_near, targets=targets)
+  args = jax.tree.map(to_targets, args)
   auto_shardings = jax.tree.map(auto, shardings)
-  placed = [*map(of, jax.tree.leaves(args)), *jax.tree.leaves(auto_shardings)]
-  meshes: list[Any] = [x.mesh for x in placed if isinstance(x, NamedSharding)]
+  placed = [
+    *map(of, jax.tree.leaves(args)),
+    *jax.tree.leaves(auto_shardings),
+  ]
+  meshes: list[Any] = []
+  for sharding in placed:
+    if isinstance(sharding, NamedSharding):
+      meshes.append(sharding.mesh)
+  jitted = jax.jit(
+    fun,
+    static_argnums=range(1, 1 + len(static)),
+    out_shardings=auto_shardings,
+  )
   # Not under the mesh that the caller has set, whose types may be Explicit.
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
-    numbers = range(1, 1 + len(static))
-    jitted = jax.jit(fun, static_argnums=numbers, out_shardings=auto_shardings)
     results = jitted(args, *static)
+  # Back to the caller's types of axes: nothing moves.
   return jax.device_put(results, shardings)
 
 
@@ -60,7 +74,10 @@ def of(x: Value) -> Sharding:
   return getattr(x, 'sharding', None)
 
 
-def _near(x: Value, targets: Sequence[jax.sharding.Sharding]) -> Value:
+def _near(
+  x: Value,
+  targets: Sequence[jax.sharding.Sharding],
+) -> Value:
   """Returns an array on Auto axes, on the first target's devices."""
   if not isinstance(x, Array):
     return x
@@ -72,7 +89,10 @@ def _near(x: Value, targets: Sequence[jax.sharding.Sharding]) -> Value:
   return jax.device_put(x, auto(sharding))
 
 
-def fit_sharding(shape: tuple[int, ...], sharding: Sharding) -> Sharding:
+def fit_sharding(
+  shape: tuple[int, ...],
+  sharding: Sharding,
+) -> Sharding:
   """Returns `sharding`, adapted to another shape.
 
   Axes that do not divide their dimension move to the longest one that they
@@ -82,7 +102,7 @@ def fit_sharding(shape: tuple[int, ...], sharding: Sharding) -> Sharding:
     return sharding
   spec, sizes = sharding.spec, sharding.mesh.shape
   entries: list[Any] = [None] * len(shape)
-  moving = []
+  moving = []  # numbers of blocks, and axes, that have no dimension yet
   for dim in range(len(spec)):
     blocks = math.prod(sizes[name] for name in entry(spec, dim))
     if dim < len(shape) and shape[dim] % blocks == 0:
@@ -146,7 +166,7 @@ def as_array(x: Value, like: Value) -> Value:
 
 def place(x: Value, like: Value) -> Value:
   """Returns `x` as an array like `like`, on its devices."""
-  if not hasattr(like, 'dtype'):
+  if not hasattr(like, 'dtype'):  # a Python number
     return x.item() if hasattr(x, 'dtype') else x
   x = as_array(x, like)
   if isinstance(like, np.ndarray):

@@ -16,14 +16,16 @@ def regroup(x: chex.Array, num_workers: int) -> chex.Array:
   of_workers = weights(former, num_workers)
   has_mean = jnp.issubdtype(x.dtype, jnp.inexact)
   if not has_mean or num_workers % former == 0:
-    x = x[np.argmax(of_workers, axis=1)]
+    # From the worker with the largest weight, the first among equals.
+    chosen = x[np.argmax(of_workers, axis=1)]
     if prng.is_key_array(x) and num_workers > former:
       # Else several workers would have one key.
-      return jax.vmap(prng.fold)(x, jnp.arange(num_workers))
-    return x
+      return jax.vmap(prng.fold)(chosen, jnp.arange(num_workers))
+    return chosen
   wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+  of_workers = of_workers.astype(wide.dtype)
   means = []
-  for row in of_workers.astype(wide.dtype):
+  for row in of_workers:
     total = jnp.zeros_like(wide[0])
     # Only weights that are not zero: 0 times NaN is NaN.
     for worker in np.flatnonzero(row):
@@ -47,16 +49,21 @@ def weights(former: int, num_workers: int) -> np.ndarray:
   return np.maximum(stops - starts, 0) / former
 
 
-def regroup_owned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def regroup_owned(
+  x: jax.Array,
+  shape: tuple[int, ...],
+) -> jax.Array:
   """Returns owners' residuals, `[owners, *devices, chunks, n]`, as `shape`.
 
   Chunks keep the order of their owners; zeros pad the end.
   """
   owners, *devices, rows, n = shape
+  length = owners * rows
+  # [*devices, former owners, chunks, n]
+  by_device = jnp.moveaxis(x, 0, -3)
   # [*devices, chunks of all owners, n]
-  chunks = jnp.moveaxis(x, 0, -3).reshape(*devices, -1, n)
-  kept = chunks[..., : owners * rows, :]
+  chunks = by_device.reshape(*devices, -1, n)
+  chunks = plain.pad_to(chunks[..., :length, :], length, axis=-2)
   # [*devices, owners, rows, n]
-  parts = plain.pad_to(kept, owners * rows, axis=-2)
-  parts = parts.reshape(*devices, owners, rows, n)
-  return jnp.moveaxis(parts, -3, 0)
+  by_device = chunks.reshape(*devices, owners, rows, n)
+  return jnp.moveaxis(by_device, -3, 0)

@@ -52,18 +52,27 @@ def scale_to_unit_rms(
   """
   _checks.check_range('min_rms', min_rms, '[0, inf)')
 
-  def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+  def scale(
+    leaves: list[jax.Array],
+    axes: tuple[int, ...],
+  ) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""
-    dtype = leaves[0].dtype
-    wide = [x.astype(_tree.momentum_dtype((), x)) for x in leaves]
-    # [leaves, ..., 1], then [leaves, 1, ...]: the mean of rows, and of these.
-    rows = jnp.stack([jnp.mean(x * x, axes[-1:], keepdims=True) for x in wide])
+    dtype = _tree.momentum_dtype((), leaves[0])
+    wide = [leaf.astype(dtype) for leaf in leaves]
+    rows = []
+    for leaf in wide:
+      # [..., 1, ...]
+      rows.append(jnp.mean(leaf * leaf, axes[-1:], keepdims=True))
+    # [leaves, ..., 1, 1, ...]
     other_axes = tuple(axis + 1 for axis in axes[:-1])
-    squares = jnp.mean(rows, other_axes, keepdims=True)
-    # Not by zero, where all are.
-    least = jnp.maximum(min_rms, jnp.finfo(squares.dtype).tiny ** 0.5)
-    factors = 1 / jnp.maximum(jnp.sqrt(squares), least)
-    return [(x * f).astype(dtype) for x, f in zip(wide, factors)]
+    squares = jnp.mean(jnp.stack(rows), other_axes, keepdims=True)
+    # Where squares vanish, not by zero.
+    least = jnp.finfo(dtype).tiny ** 0.5
+    rms = jnp.maximum(jnp.sqrt(squares), jnp.maximum(min_rms, least))
+    scaled = []
+    for given, leaf, length in zip(leaves, wide, rms):
+      scaled.append((leaf / length).astype(given.dtype))
+    return scaled
 
   def update_fn(
     updates: chex.ArrayTree,
@@ -146,10 +155,12 @@ def lost_unless_finite(
   def weight_at(count: chex.Numeric) -> chex.Numeric:
     values = []
     for value in (weight, *hyperparams):
-      if value is not None:
-        values.append(value(count) if callable(value) else value)
-    is_finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
-    return jnp.where(is_finite, values[0], jnp.nan)
+      if callable(value):
+        values.append(value(count))
+      elif value is not None:
+        values.append(value)
+    finite = [jnp.isfinite(value).all() for value in values]
+    return jnp.where(jnp.stack(finite).all(), values[0], jnp.nan)
 
   return weight_at
 
@@ -346,7 +357,11 @@ def chain(
       someone = exchange.metrics['num_excluded'] < workers.count
       after = _keep(state, after, someone)
 
-    def settle(path: Path, update: jax.Array, x: jax.Array) -> jax.Array:
+    def settle(
+      path: Path,
+      update: jax.Array,
+      x: jax.Array,
+    ) -> jax.Array:
       if path_keys(path) in frozen or not _tree.is_exchanged(x):
         return jnp.zeros_like(x)
       # By where, not by a product: a decay that is not finite would stay.
@@ -373,7 +388,10 @@ def _keep(
   def is_kept(x: object) -> bool:
     return hasattr(x, 'nu') or hasattr(x, 'previous_gradient')
 
-  def keep(old: chex.ArrayTree, new: chex.ArrayTree) -> chex.ArrayTree:
+  def keep(
+    old: chex.ArrayTree,
+    new: chex.ArrayTree,
+  ) -> chex.ArrayTree:
     return optax.tree.where(someone, new, old) if is_kept(new) else new
 
   return jax.tree.map(keep, state, after, is_leaf=is_kept)

@@ -171,8 +171,12 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
   """
   if len(shape) != 4:
     return False
-  *window, inputs = (*shape[2:], shape[1]) if name == 'weight' else shape[:3]
-  return window[0] == window[1] and (window[0] in (3, 5, 7) or inputs <= 4)
+  *window, inputs = shape[:3]
+  if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
+    *window, inputs = *shape[2:], shape[1]
+  if window[0] != window[1]:
+    return False
+  return window[0] in (3, 5, 7) or inputs <= 4
 
 
 def _words(name: str) -> str:
