@@ -41,6 +41,7 @@ def paper_model(name: str) -> chex.ArrayTree:
   def matrix(rows: int, columns: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, columns), jnp.float32)
 
+  # Matrices are `[inputs, outputs]`.
   layer = {
     'attention_in': matrix(width, 3 * width),
     'attention_out': matrix(width, width),
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _described(params: chex.ArrayTree, args: argparse.Namespace) -> str:
-  """Returns what is asked for."""
+  """Returns tables and seconds, as the arguments ask."""
   plans = _plans(params, args)
   parts = [plans[0].table()]
   if args.matrices:
@@ -161,6 +162,7 @@ def _plans(
   args: argparse.Namespace,
 ) -> list[Plan]:
   """Returns a plan for each number of workers."""
+  # The optimizers differ in compressors, and in the code for updates.
   compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
   update_values = 'ternary'
   if args.optimizer == 'demo_muon':
@@ -200,6 +202,7 @@ def _over_link(plan: Plan, args: argparse.Namespace) -> str:
       f'  {name:<20} {taken:>9.3g} of communication, {step + taken:>9.3g}'
       ' in all'
     )
+  # A tenth of the step is what makes a change worth its trouble.
   saved, whole = narrow - ours, step + narrow
   if saved >= 0.1 * whole:
     lines.append(

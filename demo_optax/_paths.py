@@ -32,7 +32,7 @@ def leaves_of(
 ) -> list[tuple[Keys, Any]]:
   """Returns a tree's leaves, with their paths' plain keys."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-  return [(path_keys(path), x) for path, x in flat]
+  return [(path_keys(path), leaf) for path, leaf in flat]
 
 
 def dotted(keys: Keys) -> str:

@@ -119,21 +119,24 @@ def of_each(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     params, like = checks.params_and_like(updates, params, workers)
-    in_step, own = inside.is_in_step(), state.worker_stacked
+    in_step, own_state = inside.is_in_step(), state.worker_stacked
     if in_step:
       updates = inside.check_own_gradients(updates)
     else:
       pairs = zip(*_tree.flatten_alike(updates, params))
       for (path, gradient), param in pairs:
         checks.check_gradient(leaf_name(path), gradient, param, workers)
+    # Before a state of other parameters is taken for one of these.
     expected = jax.eval_shape(tx.init, _tree.mask_others(like))
-    _tree.check_state(own, expected, int(not in_step), workers)
+    _tree.check_state(own_state, expected, int(not in_step), workers)
     gradients = _tree.mask_others(updates)
     shared = _tree.mask_others(params), extra_args
     if in_step:
-      changed, own = update_one(gradients, own, shared)
+      changed, own_state = update_one(gradients, own_state, shared)
     else:
-      changed, own = lift.run_alone(workers, update_one, gradients, own, shared)
+      changed, own_state = lift.run_alone(
+        workers, update_one, gradients, own_state, shared
+      )
 
     def unmask(
       given: jax.Array,
@@ -141,7 +144,7 @@ def of_each(
     ) -> jax.Array:
       return given if isinstance(update, optax.MaskedNode) else update
 
-    return jax.tree.map(unmask, updates, changed), PerWorkerState(own)
+    return jax.tree.map(unmask, updates, changed), PerWorkerState(own_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -153,10 +156,11 @@ def stack_own(
   """Copies a tree for every worker, with different random keys."""
   fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 
-  def stack(x: chex.Numeric) -> jax.Array:
-    x = jnp.asarray(x)
-    stacked = lift.stack(workers, x)
-    if prng.is_key_array(x):
+  def stack(leaf: chex.Numeric) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    # [workers, ...]
+    stacked = lift.stack(workers, leaf)
+    if prng.is_key_array(leaf):
       return fold(stacked, lift.numbers(workers))
     return stacked
 
@@ -176,16 +180,16 @@ def stays_finite(
 
   def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
     leaves = jax.tree.leaves(tree)
-    return [jnp.asarray(x) for x in leaves if _tree.is_inexact(x)]
+    return [jnp.asarray(leaf) for leaf in leaves if _tree.is_inexact(leaf)]
 
   finite = [*map(jnp.isfinite, inexact(updates))]
-  for x, before in zip(inexact(new), inexact(old)):
-    finite.append(jnp.isfinite(x) | ~jnp.isfinite(before))
+  for leaf, before in zip(inexact(new), inexact(old)):
+    finite.append(jnp.isfinite(leaf) | ~jnp.isfinite(before))
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
-  for x in finite:
-    row = x.all(tuple(range(1, x.ndim)))
+  for leaf in finite:
+    row = leaf.all(tuple(range(1, leaf.ndim)))
     rows[jax.typeof(row)].append(row)
   result = jnp.bool(True)
   for alike in rows.values():

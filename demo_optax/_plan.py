@@ -114,6 +114,7 @@ class Plan:
     """
     if not self.leaves:
       return 0
+    # What an all-reduce with very many workers receives beyond our sums.
     saved = 2 * (self.size * itemsize - self.summed_bytes)
     if self.update_bytes or not self.payload_bytes:
       always = self.payload_bytes + self.update_bytes < saved
@@ -127,6 +128,7 @@ class Plan:
 
   def table(self) -> str:
     """Returns the leaves as a table; equal ones share a row."""
+    # Names of the leaves that have one row.
     names = collections.defaultdict(list)
     for leaf in self.leaves:
       names[_row(leaf)].append(leaf.name)
@@ -137,6 +139,7 @@ class Plan:
       rows.append([name, *cells, sent, blocks])
     if all(row[-1] == '-' for row in rows[1:]):  # no leaf is sharded
       rows = [row[:-1] for row in rows]
+    # Of each column; the first one is aligned to the left.
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for name, *cells in rows:
@@ -238,6 +241,7 @@ def plan(
     _checks.check_positive('workers', workers)
     workers = Workers.simulated(workers)
   specs, count = workers.param_specs, workers.count
+  # Leaves in one order: how they are sharded decides about chunks alone.
   layout = make_layout(params, compressor, specs)
   unsharded = make_layout(params, compressor, REPLICATED)
   leaves, size = [], 0
@@ -254,6 +258,7 @@ def plan(
     values,
     weighted=weighted,
   )
+  # By one device; its worker moves as much by each of its devices.
   payload, summed, updates = _sent_by_device(config, count, weighted)
   if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
@@ -291,6 +296,7 @@ def _sent_by_device(
       summed += num_bytes
   if owners is not None:
     updates += owners.num_bytes * count
+  # What `average_gradients` gathers or adds up, uncompressed.
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   if weighted and averaged:
     averaged.append(4)  # weights are added up beside them
@@ -313,6 +319,7 @@ _HEADER = [
 def _row(costs: LeafBytes) -> tuple[str, ...]:
   """Returns a leaf's row in the table, without its name."""
   leaf = costs.leaf
+  # As for a leaf that is averaged.
   of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
     sent_as = leaf.chunks.format
@@ -359,6 +366,7 @@ def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
 
 def _num_bytes(count: float) -> str:
   """Returns bytes in decimal units: 1.2 MB is 1,200,000 bytes."""
+  # The largest unit that leaves a number above one.
   for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
     if count >= unit:
       return f'{count / unit:.2f} {name}'

@@ -89,6 +89,7 @@ def zero_update(
   The gradient has `lead` axes for workers. Those of integers may be
   NumPy's `float0`.
   """
+  # That of the parameter, if gradients have none.
   dtype = gradient.dtype
   if dtype == jax.dtypes.float0 and param is not None:
     dtype = param.dtype
@@ -115,6 +116,7 @@ def params_of(
   try:
     return jax.tree.map(param_of, gradients, params, is_leaf=is_leaf)
   except ValueError as error:
+    # Names that only one of them has.
     in_one = {*dict(leaves_of(params))} ^ {*dict(leaves_of(gradients))}
     names = sorted(map(dotted, in_one))[:3] or ['containers']
     raise ValueError(
@@ -171,6 +173,7 @@ def update_without_variables(
   Boxes of parameters differ from those of stacked arrays, so trees would not
   match.
   """
+  # Values alone; results are wrapped as what was given.
   trees = map(without_variables, (updates, state, params))
   results = update(*trees, **extra_args)
   wrapped = []

@@ -150,31 +150,32 @@ def local_updates(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
+    # Parameters without a gradient are None, as in Equinox.
     params, _ = checks.params_and_like(updates, params, workers)
     _check_shapes(updates, params)
     updates = inside.check_own_gradients(updates)
-    own = state.worker_stacked
+    worker = state.worker_stacked
     expected = jax.eval_shape(init_one, _tree.mask_others(params))
-    _tree.check_state(own, expected, 0, workers)
-    own = _inner_step(inner, _tree.mask_others(updates), own, extra_args)
+    _tree.check_state(worker, expected, 0, workers)
+    worker = _inner_step(inner, _tree.mask_others(updates), worker, extra_args)
     steps = state.steps_since_sync + 1
     period = sync_period
     if callable(period):
       period = period(state.count)
     is_due = jnp.logical_not(steps < period)  # also for a period of NaN
-    own, global_params, outer_state = jax.lax.cond(
+    worker, global_params, outer_state = jax.lax.cond(
       is_due,
       functools.partial(_outer_step, outer, drift=drift, extra=extra_args),
-      lambda own, state: (own, state.global_params, state.outer),
-      own,
+      lambda worker, state: (worker, state.global_params, state.outer),
+      worker,
       state,
     )
-    return jax.tree.map(_change, params, own.params), LocalUpdatesState(
+    return jax.tree.map(_change, params, worker.params), LocalUpdatesState(
       count=optax.safe_increment(state.count),
       steps_since_sync=jnp.where(is_due, 0, steps).astype(jnp.int32),
       global_params=global_params,
       outer=outer_state,
-      worker_stacked=own,
+      worker_stacked=worker,
     )
 
   return optax.GradientTransformationExtraArgs(
@@ -185,7 +186,7 @@ def local_updates(
 
 def _outer_step(
   outer: optax.GradientTransformationExtraArgs,
-  own: OwnState,
+  worker: OwnState,
   state: LocalUpdatesState,
   *,
   drift: bool,
@@ -195,8 +196,9 @@ def _outer_step(
 
   They are the worker's, the global parameters, and the outer optimizer's state.
   """
-  start = own.start if drift else state.global_params
-  moved = jax.tree.map(_moved, start, own.params)
+  start = worker.start if drift else state.global_params
+  # Pseudo-gradients: they point to where a worker came from.
+  moved = jax.tree.map(_moved, start, worker.params)
   change, outer_state = outer.update(
     moved,
     state.outer,
@@ -204,18 +206,19 @@ def _outer_step(
     **extra,
   )
   start = jax.tree.map(_add, start, change)
-  params = optax.tree.cast_like(start, own.params)
+  params = optax.tree.cast_like(start, worker.params)
   outer_state = optax.tree.cast_like(outer_state, state.outer)
   if drift:
-    own = own._replace(params=params, start=start)
-    return own, inside.over_workers(start), outer_state
+    worker = worker._replace(params=params, start=start)
+    return worker, inside.over_workers(start), outer_state
+  # All workers start from the same bits.
   global_params = inside.equal(
     start,
     'The outer optimizer makes another update of {} for every worker: is'
     ' there an exchange in it, such as scale_by_demo? One that'
     ' is meant to do so needs local_updates(..., drift=True).',
   )
-  return own._replace(params=params), global_params, outer_state
+  return worker._replace(params=params), global_params, outer_state
 
 
 def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
@@ -266,11 +269,11 @@ def _check_shapes(
     raise ValueError(
       'params must be given, got None. Call tx.update(grads, state, params).'
     )
-  for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
-    if jnp.shape(gradient) != jnp.shape(x):
+  for (path, gradient), param in zip(*_tree.flatten_alike(gradients, params)):
+    if jnp.shape(gradient) != jnp.shape(param):
       raise ValueError(
         f'The gradient of {leaf_name(path)} must have the shape of its'
-        f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
+        f' parameter, {jnp.shape(param)}, got {jnp.shape(gradient)}. In a'
         ' data_parallel step take one gradient, with jax.value_and_grad or'
         ' nnx.value_and_grad.'
       )
@@ -366,6 +369,7 @@ def demo_diloco(
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
+  # Decoupled momentum of pseudo-gradients.
   exchange = scale_by_demo(compressor, decay, workers=workers, average=average)
   if drift:
     exchange = _own_nesterov(exchange, decay, workers)
@@ -430,6 +434,7 @@ def _own_nesterov(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
+    # What was sent has left the momentum: it is put back for all.
     shared, state = exchange.update(updates, state, params, **extra_args)
     given = inside.check_arguments(workers, updates, state, None, shared)
     put_back = inside.for_workers(_put_back, workers, own_updates=True)
@@ -464,26 +469,29 @@ def _put_back(
     shared: list[jax.Array],
   ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     # What is not compressed has no momentum; its update is the average.
-    leaves, new = [*shared], {}
+    leaves, added = [*shared], {}
     for number, bucket in enumerate(layout.buckets):
       axes, is_transformed = bucket.split_axes, bucket.content == 'chunks'
       device = group.device_index(axes)
+      # [rows, n], this device's part of the update
       update = layout.fill(number, dict(enumerate(shared)), device)
       if is_transformed:
         update = chunking.transform(update, bucket.sides, bucket.basis)
-      old = own[bucket.name]
-      momentum = old.reshape(bucket.shape) + update
-      new[bucket.name] = momentum.reshape(old.shape)
+      former = own[bucket.name]
+      # Both are coefficients.
+      momentum = former.reshape(bucket.shape) + update
+      added[bucket.name] = momentum.reshape(former.shape)
       if axes:  # chunks that devices have shared: from [rows, n] to all of them
         momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
       if is_transformed:
         momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)
-      for i, leaf in layout.cut(number, momentum).items():
-        leaves[i] = leaf
-    return new, leaves
+      for member, leaf in layout.cut(number, momentum).items():
+        leaves[member] = leaf
+    return added, leaves
 
   momentum = state.worker_stacked.momentum
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
+  # The update is equal on all workers, momentum is not.
   specs = [leaf.sharding.spec for leaf in layout.leaves]
   in_specs = buckets, [Spec(False, spec) for spec in specs]
   stacked = workers.stacked_state
@@ -491,5 +499,6 @@ def _put_back(
   mapped = lift.map_over(workers, one_worker, in_specs, out_specs)
   with platform.running_on(platform.of(workers.mesh)):
     momentum, flat = mapped(momentum, flat)
-  own = state.worker_stacked._replace(momentum=momentum)
-  return treedef.unflatten(flat), state._replace(worker_stacked=own)
+  stacked_state = state.worker_stacked._replace(momentum=momentum)
+  state = state._replace(worker_stacked=stacked_state)
+  return treedef.unflatten(flat), state

@@ -75,6 +75,7 @@ def check_replicas(
     axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
+  # What is held once needs no digest.
   several = {}
   for keys, array in leaves_of(tree):
     if len(_holders(array)) > 1:
@@ -88,6 +89,7 @@ def check_replicas(
         devices.add(copy.device.id)
       if copy.device in worker_of:
         numbers.add(worker_of[copy.device])
+    # All copies are the same otherwise.
     if processes:
       ids = map(sorted, (devices, numbers, processes))
       differences.append(Difference(dotted(keys), *map(tuple, ids)))
@@ -129,15 +131,16 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
   # uint32[arrays, devices, 2]
   shape = len(arrays), jax.local_device_count(), 2
-  own = np.zeros(shape, np.uint32)
-  for row, of_blocks in zip(own, digests):
+  own_digests = np.zeros(shape, np.uint32)
+  for row, of_blocks in zip(own_digests, digests):
     row[: len(of_blocks)] = jax.device_get(of_blocks)
-  gathered = own
+  gathered = own_digests
   if arrays:
     # uint32[processes, arrays, devices, 2]
-    gathered = multihost_utils.process_allgather(own)
+    gathered = multihost_utils.process_allgather(own_digests)
   held: dict[Name, list[Copy]] = {}
   for number, (name, array) in enumerate(arrays.items()):
+    # A process lists its devices' digests by their numbers.
     in_order = [iter(of_process[number]) for of_process in gathered]
     held[name] = []
     for device, process, block in _holders(array):
@@ -147,7 +150,7 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
 
 
 def _check_tree(lines: Sequence[str]) -> None:
-  """Raises in all processes unless all describe their arrays alike."""
+  """Raises in all processes unless their arrays have one description."""
   checksum = _checksum('\n'.join(lines))
   checksums = np.asarray(multihost_utils.process_allgather(checksum))
   others = np.flatnonzero(checksums != checksums[0])
@@ -175,6 +178,7 @@ def differing(held: Sequence[Copy]) -> list[Copy]:
 
 def content_digest(held: Sequence[Copy]) -> str:
   """Returns an array's digest, 16 digits, the same for any sharding."""
+  # Each block counts once, however many devices hold it.
   blocks = {copy.block: copy.digest for copy in held}
   total = np.zeros(2, np.uint32)  # modulo 2^32, in any order
   for digest in blocks.values():

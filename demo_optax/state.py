@@ -62,6 +62,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
+  # Buckets by path: their layout is beside them.
   arrays = dict(_paths.leaves_of(opt_state))
   moments: dict[str, jax.Array] = {}
   for root, layout in layouts.items():
@@ -110,6 +111,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, Any]:
     ValueError: there is no exchange in the state.
   """
   state = dict(_paths.leaves_of(opt_state))
+  # By path: Flax keeps no types.
   stacked = {}
   roots, busy = [], set()
   for keys, leaf in state.items():

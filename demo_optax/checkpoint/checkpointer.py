@@ -94,6 +94,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     steps = []
     for path in self._folder.glob('*'):
+      # What Orbax has not renamed yet has another name.
       if path.name.isdecimal() and any(path.iterdir()):
         steps.append(int(path.name))
     return tuple(sorted(steps))
@@ -115,6 +116,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     step = operator.index(step)
     _checks.check_positive('step', step, 0)
     self.wait()
+    # All processes write, one looks after the folder.
     _in_first(lambda: self._prepare(step))
     arrays, about = _described(to_leaves(tree))
     # One for each save: after an error it would repeat the error.
@@ -126,6 +128,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         context=self._context,
       )
     )
+    # `force`: Orbax's own policy would skip steps.
     saved = writer.save_async(step, arrays, force=True, custom_metadata=about)
     self._pending.callback(saved.result)
 
@@ -211,6 +214,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   def _read(self, path: epath.Path) -> dict[str, Value]:
     """Returns a checkpoint's leaves; raises if it is damaged."""
+    # Written by Orbax beside the arrays, and checked here.
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
@@ -220,6 +224,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         wanted = self._wanted.get(name)
         targets[name] = _target(tuple(shape), dtype, wanted)
     arrays = ocp.load(path, targets) if targets else {}
+    # Digests are made where the arrays are: nothing is gathered.
     copies = replicas.copies(arrays)
     leaves = dict(about['values'])
     for name, (dtype, shape, impl, digest) in about['arrays'].items():
@@ -238,22 +243,23 @@ def _described(
   leaves: Mapping[str, Value],
 ) -> tuple[dict[str, Value], dict[str, Any]]:
   """Returns the arrays that Orbax writes, and what describes all leaves."""
+  # Compared before anything is written.
   copies = replicas.copies(leaves)
   arrays: dict[str, Value] = {}
   descriptions, values = {}, {}
-  for name, x in leaves.items():
+  for name, leaf in leaves.items():
     _check_same(name, copies[name])
-    if not hasattr(x, 'dtype'):
-      values[name] = x
+    if not hasattr(leaf, 'dtype'):
+      values[name] = leaf
       continue
     impl = None
-    if prng.is_key_array(x):
-      impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+    if prng.is_key_array(leaf):
+      impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
     digest = replicas.content_digest(copies[name])
-    descriptions[name] = [str(x.dtype), x.shape, impl, digest]
-    is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
-    if x.size:  # Orbax refuses empty ones
-      arrays[name] = x if is_spread else np.array(x)
+    descriptions[name] = [str(leaf.dtype), leaf.shape, impl, digest]
+    is_spread = isinstance(leaf, jax.Array) and not replicas.is_local(leaf)
+    if leaf.size:  # Orbax refuses empty ones
+      arrays[name] = leaf if is_spread else np.array(leaf)
   about = {'arrays': descriptions, 'values': values}
   return arrays, {**about, 'checksum': _checksum(about)}
 

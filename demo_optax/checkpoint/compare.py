@@ -35,6 +35,7 @@ def check_fits(
   for problem, lines in problems.items():
     if not lines or asked.get(problem):
       continue
+    # A few lines say which; the remedy is the same for all.
     text += lines[:4]
     if lines[4:]:
       text.append(f'... and {len(lines) - 4} more leaves.')
@@ -64,6 +65,7 @@ def _compare(
     elif wanted is None:  # without old residuals, the new ones are zeros
       yield 'workers', name, _in_words(saved), 'no place'
     return
+  # A Python number and a scalar array are the same.
   saved, wanted = as_array(saved, wanted), as_array(wanted, saved)
   if name in layouts:
     yield from _compare_chunks(name, saved, wanted)
@@ -88,6 +90,7 @@ def _compare_chunks(
   former, current = saved_records(saved), saved_records(wanted)
   root = name.removesuffix('layout')
   for leaf in differences(former, current):
+    # A leaf that one of them lacks is named by its own array.
     if leaf.name in former and leaf.name in current:
       problem = 'chunks' if leaf.is_cut_otherwise else 'tree'
       place = f'{root}{STACKED}.momentum.{leaf.name}'

@@ -77,20 +77,21 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
       )
     leaves[name] = x
 
-  for keys, x in flat:
+  for keys, array in flat:
     if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
       number, is_owned = _bucket_at(keys, layout)
       if is_owned:
-        x = _of_one_owner(layout.buckets[number].shape, x)
-      for member, coefficients in cut_bucket(layout, number, x).items():
+        array = _of_one_owner(layout.buckets[number].shape, array)
+      for member, coefficients in cut_bucket(layout, number, array).items():
         leaf = layout.leaves[member]
         add((*keys[:-1], *leaf.keys), coefficients)
     elif keys[-2:] == ('layout', 'digest'):
+      # Instead of the digest, which depends on devices.
       text = json.dumps(layouts[keys[:-2]].records)
       add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
     else:
-      add(keys, x)
+      add(keys, array)
   return leaves
 
 
@@ -133,6 +134,7 @@ def from_leaves(
   """
   layouts = layouts_in(like, checked=True)
   asked = {'chunks': rechunk, 'workers': resize}
+  # Shapes alone: nothing is computed before all fits.
   wanted = to_leaves(jax.tree.map(abstract, like))
   records = {_paths.dotted((*root, 'layout')) for root in layouts}
   check_fits(saved, wanted, records, asked)
@@ -159,9 +161,9 @@ def from_leaves(
 def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {}
-  for keys, x in leaves:
-    if _paths.is_stacked(keys) and replicas.has_copies(x):
-      arrays[_paths.dotted(keys)] = x
+  for keys, array in leaves:
+    if _paths.is_stacked(keys) and replicas.has_copies(array):
+      arrays[_paths.dotted(keys)] = array
   if arrays and (differences := replicas.check_replicas(arrays)):
     raise ValueError(
       f'{differences[0].leaf} must be sharded over the workers, got one array'
@@ -182,6 +184,7 @@ def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
 
 def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   """Returns residuals as if one owner had all chunks, in a bucket's shape."""
+  # [owners, *devices, rows, n] -> [1, *devices, rows, n]
   shape = (1, *x.shape[1:-2], *bucket)
   sharding = placement.fit_sharding(shape, placement.of(x))
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -263,6 +266,7 @@ def _message(
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
   """Returns a saved leaf's coding; raises if its basis is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
+  # Chunks are cut shard by shard.
   shard = np.floor_divide(record['shape'], blocks).astype(int)
   grid = ChunkGrid(
     tuple(shard.tolist()),
@@ -271,6 +275,7 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
     fold and tuple(fold),
   )
   name, arguments = record.get('basis', ('Identity', {}))  # none if whole
+  # Those of the package, and the user's own in this state.
   known = dict(vars(bases))
   for bucket in layout.buckets:
     known[type(bucket.basis).__name__] = type(bucket.basis)

@@ -11,6 +11,7 @@ from demo_optax.numerics import plain, prng
 def regroup(x: chex.Array, num_workers: int) -> chex.Array:
   """Returns `x [workers, ...]` for other workers; see `from_leaves`."""
   former = len(x)
+  # Nothing is computed, so every bit stays.
   if num_workers == former:
     return x
   of_workers = weights(former, num_workers)
@@ -44,6 +45,7 @@ def weights(former: int, num_workers: int) -> np.ndarray:
   # In units of 1 / (former * new) the ends of all parts are integers.
   of_former = num_workers * np.arange(former + 1)[None, :]
   of_new = former * np.arange(num_workers + 1)[:, None]
+  # The overlap of two parts: from the later start to the earlier stop.
   stops = np.minimum(of_former[:, 1:], of_new[1:])
   starts = np.maximum(of_former[:, :-1], of_new[:-1])
   return np.maximum(stops - starts, 0) / former

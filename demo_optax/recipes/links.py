@@ -87,17 +87,17 @@ def scale_to_unit_rms(
       by_path = matrices(updates, weight_dimension_numbers, name)
       dimensions = [*by_path.values()]
     alike = collections.defaultdict(list)
-    for i, (x, of_leaf) in enumerate(zip(leaves, dimensions)):
-      if not _tree.is_exchanged(x):
+    for number, (leaf, sides) in enumerate(zip(leaves, dimensions)):
+      if not _tree.is_exchanged(leaf):
         continue
-      axes = tuple(range(x.ndim))
-      if of_leaf is not None:
-        axes = *of_leaf[0], *of_leaf[1]
-      alike[jax.typeof(x), axes].append(i)
+      axes = tuple(range(leaf.ndim))
+      if sides is not None:
+        axes = *sides[0], *sides[1]
+      alike[jax.typeof(leaf), axes].append(number)
     for (_, axes), members in alike.items():
-      scaled = scale([leaves[i] for i in members], axes)
-      for i, x in zip(members, scaled):
-        leaves[i] = x
+      scaled = scale([leaves[number] for number in members], axes)
+      for number, leaf in zip(members, scaled):
+        leaves[number] = leaf
     return treedef.unflatten(leaves)
 
   return optax.stateless(update_fn)
@@ -374,7 +374,7 @@ def chain(
 
 def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
   """Returns the exchanges' states in a chain."""
-  return [x for x in state.inner_state if isinstance(x, DeMoState)]
+  return [link for link in state.inner_state if isinstance(link, DeMoState)]
 
 
 def _keep(

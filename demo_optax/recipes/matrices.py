@@ -128,6 +128,7 @@ def _infer(
   ndim = len(shape)
   if ndim < 2:
     return 'fewer than two dimensions'
+  # Other ancestors say where a module is, not what it does.
   parent, name = ('', '', *_names(keys))[-2:]
   if name.rstrip('0123456789_') == 'b' or _ARRAYS.search(_words(name)):
     return name
@@ -138,6 +139,7 @@ def _infer(
   inputs: tuple[int, ...] = (left,)
   outputs: tuple[int, ...] = (right,)
   if ndim > 2 and name in ('kernel', 'w', 'weight', ''):
+    # Flax keeps heads apart: `[in, heads, size]`, `[heads, size, out]`.
     query = shapes.get((*keys[:-2], 'query', name), ())
     if parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
       inputs, outputs = (stack[-1],), (left, right)
@@ -147,6 +149,7 @@ def _infer(
       inputs = (*stack, left)
       if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
         inputs, outputs = tuple(range(1, ndim)), (0,)
+  # A vector in disguise has no singular values to equalise.
   for side in (inputs, outputs):
     if math.prod(shape[axis] for axis in side) == 1:
       return 'a side of one'
@@ -208,6 +211,7 @@ def matrices(
   def is_leaf(x: object) -> bool:
     return x is None or isinstance(x, MuonDimensionNumbers)
 
+  # An entry may stand for a subtree.
   prefix = broadcast(given, params, argument, is_leaf)
   by_path = {}
   for (keys, leaf), axes in zip(leaves_of(params), prefix):

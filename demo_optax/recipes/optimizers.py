@@ -12,6 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
+from demo_optax._paths import Keys
 from demo_optax._per_worker import of_each, per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -210,6 +211,90 @@ def demo_muon(
     Zmushko et al., `One-Step Gradient Delay is Not a Barrier
     <https://arxiv.org/abs/2606.30634>`_, 2026.
   """
+  _check_muon(decay, beta, mu_dtype, consistent_rms)
+  if other_learning_rate is None:
+    other_learning_rate = learning_rate
+  gradient_weight = links.lost_unless_finite(
+    1 - decay,
+    learning_rate,
+    other_learning_rate,
+    weight_decay,
+    other_weight_decay,
+    consistent_rms,
+  )
+  exchange_by = functools.partial(
+    scale_by_demo,
+    decay=decay,
+    workers=workers,
+    average='workers',
+    exchange=exchange,
+    update_values=update_values,
+    gradient_weight=gradient_weight,
+  )
+  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
+  descent = _descent(learning_rate, weight_decay)
+  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+
+  def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
+    """Returns the chain for these parameters, whose names sort the leaves."""
+    axes, codes = _sorted(params, compressor, muon_weight_dimension_numbers)
+    labels = {path: _label(axes[path], codes[path]) for path in axes}
+    # Frozen matrices need no momentum.
+    is_moved = {path: label != 'frozen' for path, label in labels.items()}
+    axes_tree, sent = matrices.tree_of(axes), matrices.tree_of(codes)
+    own = links.own_muon(beta, mu_dtype, axes_tree, workers)
+    own = optax.masked(own, matrices.tree_of(is_moved))
+    # Sparse updates are shorter than what was orthonormalised.
+    to_size = optax.chain(
+      links.scale_to_unit_rms(axes_tree, _MIN_RMS),
+      links.scale_to_muon(axes, codes, decay, consistent_rms),
+    )
+    # Of a late update the last one predicts what is missing.
+    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
+    after = optax.partition(
+      {
+        'matrix': optax.chain(to_size, *ahead, *descent),
+        'averaged matrix': optax.chain(to_size, *descent),
+        'other': optax.chain(_SECOND_MOMENT, *other_descent),
+        'frozen': optax.set_to_zero(),
+      },
+      matrices.tree_of(labels),
+    )
+    if not delayed:
+      own = of_each(own, workers)
+      return links.chain(workers, sent, own, exchange_by(sent), after)
+    # Of two exchanges each must see that a worker is excluded.
+    own = per_worker(own, workers=workers)
+    late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
+    parts = {
+      'matrix': links.chain(workers, sent, late, after),
+      'at once': links.chain(workers, sent, at_once, after),
+    }
+    times = dict.fromkeys(labels, 'at once')
+    for path, label in labels.items():
+      if label in parts:
+        times[path] = label
+    by_time = optax.partition(parts, matrices.tree_of(times))
+    return links.chain(workers, sent, own, by_time)
+
+  return _made_from_params(chain_for, workers)
+
+
+# Without a first moment, which would be a third copy of its leaves.
+_SECOND_MOMENT = optax.scale_by_rms(
+  0.95,
+  eps=1e-8,
+  eps_in_sqrt=False,
+  bias_correction=True,
+)
+
+
+def _check_muon(
+  decay: chex.Numeric,
+  beta: chex.Numeric,
+  mu_dtype: chex.ArrayDType | None,
+  consistent_rms: chex.Numeric | None,
+) -> None:
   _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
   if consistent_rms is not None:
@@ -219,80 +304,20 @@ def demo_muon(
       f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
       ' jnp.bfloat16.'
     )
-  if other_learning_rate is None:
-    other_learning_rate = learning_rate
-  descent = _descent(learning_rate, weight_decay)
-  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
-  # Without a first moment, which would be a third copy of its leaves.
-  rms = optax.scale_by_rms(
-    0.95,
-    eps=1e-8,
-    eps_in_sqrt=False,
-    bias_correction=True,
-  )
-  exchange_by = functools.partial(
-    scale_by_demo,
-    decay=decay,
-    workers=workers,
-    average='workers',
-    exchange=exchange,
-    update_values=update_values,
-    gradient_weight=links.lost_unless_finite(
-      1 - decay,
-      learning_rate,
-      other_learning_rate,
-      weight_decay,
-      other_weight_decay,
-      consistent_rms,
-    ),
-  )
-  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
 
-  def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
-    """Returns the chain for these parameters, whose names sort the leaves."""
-    # By path, since transformations may see a part of the leaves.
-    axes = matrices.matrices(params, muon_weight_dimension_numbers)
-    axes_tree = matrices.tree_of(axes)
-    given = compressor
-    if given is None:
-      given = muon_compressors(params, muon_weight_dimension_numbers=axes_tree)
-    codes = dict(zip(axes, per_leaf(given, params)))
-    labels = {path: _label(axes[path], codes[path]) for path in axes}
-    sent, label_tree = matrices.tree_of(codes), matrices.tree_of(labels)
 
-    own = links.own_muon(beta, mu_dtype, axes_tree, workers)
-    is_moved = {path: label != 'frozen' for path, label in labels.items()}
-    own = optax.masked(own, matrices.tree_of(is_moved))
-
-    unit_rms = links.scale_to_unit_rms(axes_tree, _MIN_RMS)
-    to_size = links.scale_to_muon(axes, codes, decay, consistent_rms)
-    # A late update: the last one predicts what is missing.
-    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
-    after = optax.partition(
-      {
-        'matrix': optax.chain(unit_rms, to_size, *ahead, *descent),
-        'averaged matrix': optax.chain(unit_rms, to_size, *descent),
-        'other': optax.chain(rms, *other_descent),
-        'frozen': optax.set_to_zero(),
-      },
-      label_tree,
+def _sorted(
+  params: chex.ArrayTree,
+  compressor: CompressorTree,
+  dimension_numbers: DimensionNumbersTree,
+) -> tuple[dict[Keys, Any], dict[Keys, Any]]:
+  """Returns axes and compressors by path: links may see a part of them."""
+  axes = matrices.matrices(params, dimension_numbers)
+  if compressor is None:
+    compressor = muon_compressors(
+      params, muon_weight_dimension_numbers=matrices.tree_of(axes)
     )
-    if not delayed:
-      own = of_each(own, workers)
-      return links.chain(workers, sent, own, exchange_by(sent), after)
-    # Of two exchanges each must see that a worker is excluded.
-    own = per_worker(own, workers=workers)
-    late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
-    parts = {
-      'late': links.chain(workers, sent, late, after),
-      'at once': links.chain(workers, sent, at_once, after),
-    }
-    times = dict.fromkeys(labels, 'at once')
-    times |= {path: 'late' for path in labels if labels[path] == 'matrix'}
-    by_time = optax.partition(parts, matrices.tree_of(times))
-    return links.chain(workers, sent, own, by_time)
-
-  return _made_from_params(chain_for, workers)
+  return axes, dict(zip(axes, per_leaf(compressor, params)))
 
 
 def _label(
