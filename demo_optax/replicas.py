@@ -208,16 +208,16 @@ def _holders(array: Array) -> list[tuple[Any, int, str]]:
   if isinstance(array, jax.Array):
     blocks = array.sharding.devices_indices_map(array.shape)
   holders: list[tuple[Any, int, str]] = []
-  if is_local(array):
-    # Each process has all blocks, on devices that others do not know.
-    for process in range(jax.process_count()):
-      for block in blocks.values():
-        holders.append((None, process, str(block)))
-    return holders
   for device in sorted(blocks, key=_number_of):
     process = getattr(device, 'process_index', 0)
     holders.append((device, process, str(blocks[device])))
-  return holders
+  if not is_local(array):
+    return holders
+  # Each process has all blocks, on devices that others do not know.
+  everyones = []
+  for process in range(jax.process_count()):
+    everyones += [(None, process, block) for _, _, block in holders]
+  return everyones
 
 
 def _number_of(device: Any) -> int:

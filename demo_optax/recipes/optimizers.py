@@ -254,7 +254,7 @@ def demo_muon(
     after = optax.partition(
       {
         'matrix': optax.chain(to_size, *ahead, *descent),
-        'averaged matrix': optax.chain(to_size, *descent),
+        'averaged': optax.chain(to_size, *descent),
         'other': optax.chain(_SECOND_MOMENT, *other_descent),
         'frozen': optax.set_to_zero(),
       },
@@ -329,7 +329,7 @@ def _label(
     return 'frozen'
   if axes is None:
     return 'other'
-  return 'averaged matrix' if code is None else 'matrix'
+  return 'averaged' if code is None else 'matrix'
 
 
 def _made_from_params(
