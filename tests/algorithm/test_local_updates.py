@@ -316,6 +316,7 @@ class Net(nnx.Module):
     return self.dropout(nnx.relu(self.linear(x)))
 
 
+@pytest.mark.parametrize('workers', ['simulated', 'explicit'], indirect=True)
 def test_nnx_optimizer(workers):
   """Inside, each worker's own model; outside, the one that all share."""
   tx = make('demo_diloco', workers, 2)
@@ -354,7 +355,7 @@ def test_nnx_optimizer(workers):
   [('bfloat16', 'float32'), ('float16', 'float16'), ('float32', 'bfloat16')],
 )
 @pytest.mark.parametrize(
-  'method', ['diloco', 'demo_diloco', slow('drift'), slow('sparse_loco')]
+  'method', [slow('diloco'), 'demo_diloco', slow('drift'), slow('sparse_loco')]
 )
 def test_dtypes(method, dtype, of_gradients):
   """Updates in the parameters' dtype; what is shared, in that of momentum."""
