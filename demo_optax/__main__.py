@@ -117,7 +117,12 @@ def _add_exchange(add: Callable[..., Any]) -> None:
     help='coefficients per chunk; default: 32',
   )
   add('--chunk', type=int, default=64, help='its sides; default: 64')
-  add('--values', choices=VALUES, default='float32', help='code of values')
+  add(
+    '--values',
+    choices=VALUES,
+    default='float32',
+    help='code of values',
+  )
   add(
     '--workers',
     type=int,
@@ -163,7 +168,11 @@ def _plans(
 ) -> list[Plan]:
   """Returns a plan for each number of workers."""
   # The optimizers differ in compressors, and in the code for updates.
-  compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+  compressor = compressors.dct_topk(
+    args.chunk,
+    args.topk,
+    values=args.values,
+  )
   update_values = 'ternary'
   if args.optimizer == 'demo_muon':
     compressor, update_values = muon_compressors(params), 'int4'

@@ -72,7 +72,12 @@ def _keeping_finite(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-    updates, new_state = tx.update(updates, state, params, **extra_args)
+    updates, new_state = tx.update(
+      updates,
+      state,
+      params,
+      **extra_args,
+    )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new_state
     is_good = stays_finite(updates, new_state, state)
@@ -144,7 +149,8 @@ def of_each(
     ) -> jax.Array:
       return given if isinstance(update, optax.MaskedNode) else update
 
-    return jax.tree.map(unmask, updates, changed), PerWorkerState(own_state)
+    changed = jax.tree.map(unmask, updates, changed)
+    return changed, PerWorkerState(own_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

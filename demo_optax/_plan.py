@@ -249,7 +249,11 @@ def plan(
     if not leaf.is_frozen:
       leaves.append(LeafBytes(leaf, leaf.record == alone.record))
       size += math.prod(leaf.shape)
-  exchange, values = resolve_exchange(exchange, update_values, workers)
+  exchange, values = resolve_exchange(
+    exchange,
+    update_values,
+    workers,
+  )
   config = make_config(
     layout,
     'senders',

@@ -143,7 +143,8 @@ def flatten_alike(
 def _wrappers() -> tuple[Any, Any]:
   """Returns Flax's types for variables and boxes, () if not imported."""
   nnx, linen = sys.modules.get('flax.nnx'), sys.modules.get('flax.linen')
-  return getattr(nnx, 'Variable', ()), getattr(linen, 'Partitioned', ())
+  variables = getattr(nnx, 'Variable', ())
+  return variables, getattr(linen, 'Partitioned', ())
 
 
 def without_variables(tree: chex.ArrayTree) -> Any:

@@ -157,7 +157,12 @@ def local_updates(
     worker = state.worker_stacked
     expected = jax.eval_shape(init_one, _tree.mask_others(params))
     _tree.check_state(worker, expected, 0, workers)
-    worker = _inner_step(inner, _tree.mask_others(updates), worker, extra_args)
+    worker = _inner_step(
+      inner,
+      _tree.mask_others(updates),
+      worker,
+      extra_args,
+    )
     steps = state.steps_since_sync + 1
     period = sync_period
     if callable(period):
@@ -170,7 +175,8 @@ def local_updates(
       worker,
       state,
     )
-    return jax.tree.map(_change, params, worker.params), LocalUpdatesState(
+    updates = jax.tree.map(_change, params, worker.params)
+    return updates, LocalUpdatesState(
       count=optax.safe_increment(state.count),
       steps_since_sync=jnp.where(is_due, 0, steps).astype(jnp.int32),
       global_params=global_params,
@@ -245,13 +251,22 @@ def _inner_step(
   extra: dict[str, Any],
 ) -> OwnState:
   """Returns the worker's state after its step, if that is finite."""
-  updates, inner_state = inner.update(gradients, own.inner, own.params, **extra)
+  updates, inner_state = inner.update(
+    gradients,
+    own.inner,
+    own.params,
+    **extra,
+  )
   inner_state = optax.tree.cast_like(inner_state, own.inner)
   params = optax.apply_updates(
     own.params,
     optax.tree.cast_like(updates, own.params),
   )
-  is_finite = stays_finite((gradients, params), inner_state, own.inner)
+  is_finite = stays_finite(
+    (gradients, params),
+    inner_state,
+    own.inner,
+  )
   params, inner_state = optax.tree.where(
     is_finite,
     (params, inner_state),
@@ -324,7 +339,12 @@ def diloco(
     scale_by_demo(compressors.full(), 0.0, workers=workers),
     optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
-  return local_updates(inner or _ADAMW, outer, sync_period, workers=workers)
+  return local_updates(
+    inner or _ADAMW,
+    outer,
+    sync_period,
+    workers=workers,
+  )
 
 
 def demo_diloco(
@@ -370,7 +390,12 @@ def demo_diloco(
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
   # Decoupled momentum of pseudo-gradients.
-  exchange = scale_by_demo(compressor, decay, workers=workers, average=average)
+  exchange = scale_by_demo(
+    compressor,
+    decay,
+    workers=workers,
+    average=average,
+  )
   if drift:
     exchange = _own_nesterov(exchange, decay, workers)
   rate = optax.scale_by_learning_rate(outer_learning_rate)
@@ -435,9 +460,18 @@ def _own_nesterov(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     # What was sent has left the momentum: it is put back for all.
-    shared, state = exchange.update(updates, state, params, **extra_args)
+    shared, state = exchange.update(
+      updates,
+      state,
+      params,
+      **extra_args,
+    )
     given = inside.check_arguments(workers, updates, state, None, shared)
-    put_back = inside.for_workers(_put_back, workers, own_updates=True)
+    put_back = inside.for_workers(
+      _put_back,
+      workers,
+      own_updates=True,
+    )
     momentum, state = put_back(*given)
     is_finite = stays_finite(updates, (), ())
 
@@ -445,7 +479,11 @@ def _own_nesterov(
       gradient: jax.Array,
       momentum: jax.Array,
     ) -> jax.Array:
-      gradient = jnp.where(is_finite, gradient, jnp.zeros_like(gradient))
+      gradient = jnp.where(
+        is_finite,
+        gradient,
+        jnp.zeros_like(gradient),
+      )
       return gradient + decay * momentum
 
     return jax.tree.map(nesterov, updates, momentum), state
@@ -476,7 +514,11 @@ def _put_back(
       # [rows, n], this device's part of the update
       update = layout.fill(number, dict(enumerate(shared)), device)
       if is_transformed:
-        update = chunking.transform(update, bucket.sides, bucket.basis)
+        update = chunking.transform(
+          update,
+          bucket.sides,
+          bucket.basis,
+        )
       former = own[bucket.name]
       # Both are coefficients.
       momentum = former.reshape(bucket.shape) + update
@@ -484,7 +526,11 @@ def _put_back(
       if axes:  # chunks that devices have shared: from [rows, n] to all of them
         momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
       if is_transformed:
-        momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)
+        momentum = chunking.inverse(
+          momentum,
+          bucket.sides,
+          bucket.basis,
+        )
       for member, leaf in layout.cut(number, momentum).items():
         leaves[member] = leaf
     return added, leaves

@@ -58,7 +58,11 @@ class Coding(NamedTuple):
     workers = Workers.simulated(len(x), None, sizes)
     axes = workers.param_specs.axes  # those with several blocks
     spec = Spec(True, keep(P(*sizes), axes))
-    one_shard = functools.partial(fun, grid=self.grid, basis=self.basis)
+    one_shard = functools.partial(
+      fun,
+      grid=self.grid,
+      basis=self.basis,
+    )
     mapped = lift.map_over(workers, one_shard, (spec,), spec)
     return mapped(jnp.asarray(x))
 
@@ -66,7 +70,11 @@ class Coding(NamedTuple):
 def coding_of(leaf: Leaf) -> Coding:
   """Returns a leaf's coding."""
   assert isinstance(leaf.compressor, Compressor)
-  return Coding(leaf.grid, leaf.sharding.blocks, leaf.compressor.basis)
+  return Coding(
+    leaf.grid,
+    leaf.sharding.blocks,
+    leaf.compressor.basis,
+  )
 
 
 def cut_bucket(
@@ -133,7 +141,11 @@ def _leaves_of(
   decoded: bool,
 ) -> dict[int, Array]:
   """Returns a bucket's leaves by number."""
-  workers = Workers.simulated(len(bucket), None, dict(layout.axis_sizes))
+  workers = Workers.simulated(
+    len(bucket),
+    None,
+    dict(layout.axis_sizes),
+  )
   kind = layout.buckets[number]
 
   def one_device(rows: Array) -> dict[int, Array]:
@@ -150,7 +162,12 @@ def _leaves_of(
     return leaves
 
   specs = _specs(layout, number)
-  mapped = lift.map_over(workers, one_device, (workers.bucket_spec,), specs)
+  mapped = lift.map_over(
+    workers,
+    one_device,
+    (workers.bucket_spec,),
+    specs,
+  )
   return mapped(bucket)
 
 
@@ -165,7 +182,11 @@ def fill_bucket(
 
   `coefficients_of` takes a leaf and its value in `leaves`.
   """
-  workers = Workers.simulated(like.shape[0], None, dict(layout.axis_sizes))
+  workers = Workers.simulated(
+    like.shape[0],
+    None,
+    dict(layout.axis_sizes),
+  )
   kind = layout.buckets[number]
 
   def one_device(coefficients: Mapping[int, Array]) -> Array:
@@ -184,7 +205,12 @@ def fill_bucket(
     for member in specs:
       leaf = layout.leaves[member]
       coefficients[member] = coefficients_of(leaf, leaves[member])
-    mapped = lift.map_over(workers, one_device, (specs,), workers.bucket_spec)
+    mapped = lift.map_over(
+      workers,
+      one_device,
+      (specs,),
+      workers.bucket_spec,
+    )
     return mapped(coefficients)
 
   return run(fill, leaves, of(like))

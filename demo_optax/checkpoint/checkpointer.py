@@ -129,7 +129,12 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       )
     )
     # `force`: Orbax's own policy would skip steps.
-    saved = writer.save_async(step, arrays, force=True, custom_metadata=about)
+    saved = writer.save_async(
+      step,
+      arrays,
+      force=True,
+      custom_metadata=about,
+    )
     self._pending.callback(saved.result)
 
   def _prepare(self, step: int) -> None:

@@ -27,7 +27,12 @@ def check_fits(
   """
   problems: dict[str, list[str]] = {problem: [] for problem in _REMEDIES}
   for name in {**wanted, **saved}:
-    found = _compare(name, saved.get(name), wanted.get(name), layouts)
+    found = _compare(
+      name,
+      saved.get(name),
+      wanted.get(name),
+      layouts,
+    )
     for problem, leaf, former, current in found:
       line = f'{leaf}: {former} in the checkpoint, {current} here.'
       problems[problem].append(line)

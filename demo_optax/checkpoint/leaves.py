@@ -83,9 +83,10 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
       number, is_owned = _bucket_at(keys, layout)
       if is_owned:
         array = _of_one_owner(layout.buckets[number].shape, array)
-      for member, coefficients in cut_bucket(layout, number, array).items():
+      coefficients = cut_bucket(layout, number, array)
+      for member, of_leaf in coefficients.items():
         leaf = layout.leaves[member]
-        add((*keys[:-1], *leaf.keys), coefficients)
+        add((*keys[:-1], *leaf.keys), of_leaf)
     elif keys[-2:] == ('layout', 'digest'):
       # Instead of the digest, which depends on devices.
       text = json.dumps(layouts[keys[:-2]].records)

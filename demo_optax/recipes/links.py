@@ -367,7 +367,8 @@ def chain(
       # By where, not by a product: a decay that is not finite would stay.
       return jnp.where(someone, update, jnp.zeros_like(update))
 
-    return jax.tree_util.tree_map_with_path(settle, updates, like), after
+    updates = jax.tree_util.tree_map_with_path(settle, updates, like)
+    return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 

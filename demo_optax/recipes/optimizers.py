@@ -78,7 +78,11 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  descent = _descent(learning_rate, weight_decay, mask=weight_decay_mask)
+  descent = _descent(
+    learning_rate,
+    weight_decay,
+    mask=weight_decay_mask,
+  )
   return links.chain(
     workers,
     compressor,
@@ -233,11 +237,19 @@ def demo_muon(
   )
   exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
   descent = _descent(learning_rate, weight_decay)
-  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+  other_descent = _descent(
+    other_learning_rate,
+    other_weight_decay,
+    'other_',
+  )
 
   def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    axes, codes = _sorted(params, compressor, muon_weight_dimension_numbers)
+    axes, codes = _sorted(
+      params,
+      compressor,
+      muon_weight_dimension_numbers,
+    )
     labels = {path: _label(axes[path], codes[path]) for path in axes}
     # Frozen matrices need no momentum.
     is_moved = {path: label != 'frozen' for path, label in labels.items()}
@@ -262,7 +274,13 @@ def demo_muon(
     )
     if not delayed:
       own = of_each(own, workers)
-      return links.chain(workers, sent, own, exchange_by(sent), after)
+      return links.chain(
+        workers,
+        sent,
+        own,
+        exchange_by(sent),
+        after,
+      )
     # Of two exchanges each must see that a worker is excluded.
     own = per_worker(own, workers=workers)
     late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
