@@ -6,6 +6,7 @@ keys.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,10 +30,17 @@ Value = TypeVar('Value')
 class Options:
   """The options of `data_parallel`, arguments by their names."""
 
+  signature: inspect.Signature  # of the step
   batches: frozenset[str]
   static: frozenset[str]
   donated: frozenset[str]
   axis: int | Mapping[str, int] | None  # of rows, by default the first one
+
+  def axis_of(self, name: str) -> int:
+    """Returns the axis of the rows of an argument."""
+    if isinstance(self.axis, Mapping):
+      return self.axis.get(name, 0)
+    return self.axis or 0
 
 
 @dataclasses.dataclass
@@ -44,16 +52,14 @@ class Array:
     type: its shape and dtype, as all workers have it.
     role: see `Role`.
     axis: that of its rows, if it is a batch.
-    in_state: whether its argument holds Flax objects or dataclasses.
     sharding: where it belongs on a mesh.
   """
 
   keys: Keys
   type: jax.ShapeDtypeStruct
   role: Role
-  axis: int = 0
-  in_state: bool = False
-  sharding: NamedSharding | None = None
+  axis: int
+  sharding: NamedSharding | None
 
   @property
   def name(self) -> str:
@@ -66,10 +72,9 @@ class Array:
     return self.type.shape
 
 
-class Numbered(NamedTuple):
-  """An object of the call, or an array that one holds."""
+class Known(NamedTuple):
+  """The number of an NNX object, or of an array that one holds."""
 
-  source: str  # 'object' or 'variable'
   number: int
 
 
@@ -82,32 +87,32 @@ class Constant:
   type: type  # since `1 == 1.0`
 
 
-def only_arrays(
-  tree: object,
-  objects: list[object],
-  variables: Sequence[jax.Array] = (),
-) -> Any:
+def _is_constant(x: object) -> bool:
+  return isinstance(x, Constant)
+
+
+def only_arrays(tree: object, known: list[object]) -> Any:
   """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
 
-  NNX objects have numbers there, and new ones are added to `objects`; so have
-  the `variables` of objects after a step.
+  What is `known` has its number there. NNX objects become known.
   """
-  numbers: dict[int, Numbered] = {}
-  for source, values in ('object', objects), ('variable', variables):
-    for number, x in enumerate(values):
-      numbers[id(x)] = Numbered(source, number)
+  numbers = {id(x): number for number, x in enumerate(known)}
 
-  def wrap(x: object, traces_number: bool) -> object:
+  def wrap(x: object, in_equinox: bool = False) -> object:
+    if modules.is_equinox(x):
+      return jax.tree.map(lambda x: wrap(x, True), x, is_leaf=modules.is_object)
     if id(x) not in numbers:
-      if modules.is_array(x, traces_number):
+      if modules.is_array(x, in_equinox):
         return x
       if not modules.is_object(x):
         return Constant(x, type(x))
-      numbers[id(x)] = Numbered('object', len(objects))
-      objects.append(x)
-    return Constant(numbers[id(x)], Numbered)
+      numbers[id(x)] = len(known)
+      known.append(x)
+    return Constant(Known(numbers[id(x)]), Known)
 
-  return modules.map_leaves(wrap, tree)
+  return jax.tree.map(
+    wrap, tree, is_leaf=lambda x: modules.is_object(x) or modules.is_equinox(x)
+  )
 
 
 class Form(NamedTuple):
@@ -128,50 +133,76 @@ class Form(NamedTuple):
     count = self.treedef.num_leaves
     variables = arrays[count:]
     objects = modules.merge(self.objects, variables, inner)
-    sources = {'object': objects, 'variable': variables}
+    known = [*objects, *variables]
 
     def plain(x: object) -> object:
       if not isinstance(x, Constant):
         return x
-      if isinstance(x.value, Numbered):
-        return sources[x.value.source][x.value.number]
+      if isinstance(x.value, Known):
+        return known[x.value.number]
       return x.value
 
     tree = self.treedef.unflatten(arrays[:count])
     return jax.tree.map(plain, tree, is_leaf=_is_constant), objects
 
 
-def _is_constant(x: object) -> bool:
-  return isinstance(x, Constant)
+class StateForm(NamedTuple):
+  """What an argument and its next value among the results have in common."""
+
+  treedef: jax.tree_util.PyTreeDef
+  shapes: tuple[Shape, ...]  # of the arrays in the step
 
 
-# What an argument and its next value among the results have in common: the
-# structure, and the shapes of the arrays in the step.
-StateForm = tuple[object, tuple[Shape, ...]]
+def form_of(tree: object) -> StateForm:
+  """Returns the form of a tree in the step."""
+  leaves, treedef = jax.tree.flatten(tree)
+  return StateForm(treedef, tuple(map(np.shape, leaves)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """An analysed call: its arguments and keyword arguments.
+  """An analysed call of a step.
 
   Attributes:
-    form: the structure of the arguments.
+    options: those of the step.
+    names: the arguments that are given.
+    form: their structure.
     arrays: the arrays in them.
     rows: length of one worker's batch; None if there is no batch.
     axis: that of the rows in results.
     states: by the form of shared arguments, the numbers of the first array of
       each. A result of this form is the argument's next value.
-    ambiguous: numbers of the arrays in arguments of the same form.
     own_params: see `own_params.find`.
   """
 
+  options: Options
+  names: Sequence[str]
   form: Form
   arrays: list[Array]
   rows: int | None
   axis: int
   states: dict[StateForm, list[int]]
-  ambiguous: frozenset[int]
   own_params: dict[int, list[int]]
+
+  @property
+  def roles(self) -> list[Role]:
+    """The role of each array."""
+    return [array.role for array in self.arrays]
+
+  @property
+  def described(self) -> dict[str, str]:
+    """The arguments, for comparison with those of other processes."""
+    types = [f'{x.name} {x.type.dtype}{list(x.shape)}' for x in self.arrays]
+    return {'arguments of the step': ', '.join(types)}
+
+  def bind(
+    self,
+    arrays: Sequence[jax.Array],
+  ) -> tuple[inspect.BoundArguments, list[object]]:
+    """Returns the step's arguments with these arrays, and its NNX objects."""
+    values, objects = self.form.merge(arrays, inner=True)
+    named: Any = dict(zip(self.names, values))
+    return inspect.BoundArguments(self.options.signature, named), objects
 
   def replace(
     self,
@@ -187,77 +218,54 @@ class Call:
 
 
 def analyse(
-  step: str,
   workers: Workers,
   options: Options,
-  named: Sequence[tuple[str, object]],
+  named: Mapping[str, object],
   form: Form,
   objects: Sequence[object],
   variables: Sequence[jax.Array],
 ) -> Call:
-  """Decides about every array of a call of `step`.
+  """Decides about every array of a call.
 
   `named` are its arguments in order, each with `only_arrays`.
   """
   arrays: list[Array] = []
   states: dict[StateForm, list[int]] = {}
-  ambiguous: set[int] = set()
   paths: dict[int, Keys] = {}  # of the NNX objects
-  for name, value in named:
-    own = _arrays_of(name, value, options, paths)
-    if name in options.batches:
-      _check_batch(name, value, own)
-    elif own:
+  for name, value in named.items():
+    start = len(arrays)
+    roles = iter(modules.roles_of(value))
+    for keys, x in leaves_of({name: value}, _is_constant):
+      if not isinstance(x, Constant):
+        arrays.append(_array(workers, options, keys, x, next(roles)))
+      elif isinstance(x.value, Known):
+        paths[x.value.number] = keys
+      else:
+        _check_hashable(keys, x.value)
+    if name not in options.batches and len(arrays) > start:
       # The step sees no axis of workers.
+      own = arrays[start:]
       shapes = [x.shape[x.role is Role.STACKED :] for x in own]
-      starts = states.setdefault((jax.tree.structure(value), tuple(shapes)), [])
-      starts.append(len(arrays))
-      # Which of them a result continues is known by the order alone.
-      if len(starts) > 1:
-        for start in starts:
-          ambiguous.update(range(start, start + len(own)))
-    arrays += own
+      state = StateForm(jax.tree.structure(value), tuple(shapes))
+      states.setdefault(state, []).append(start)
   said = modules.variables(objects)
   for ((number, *rest), role), x in zip(said, variables):
-    arrays.append(_array((*paths[number], *rest), x, role))
+    keys = *paths[number], *rest
+    arrays.append(_array(workers, options, keys, x, role))
   _check_not_accumulated(arrays)
   _check_stacked(workers, arrays)
-  if workers.mesh is not None:
-    for array in arrays:
-      array.sharding = workers.sharding(array.keys, array.shape)
-      if array.role is Role.BATCH:
-        spec = P(*[None] * array.axis, workers.spmd_axis_name)
-        array.sharding = NamedSharding(workers.mesh, spec)
-  rows = _rows(step, workers, options, arrays)
-  axis = next((x.axis for x in arrays if x.role is Role.BATCH), 0)
-  copies = own_params.find([array.keys for array in arrays])
-  return Call(form, arrays, rows, axis, states, frozenset(ambiguous), copies)
-
-
-def _arrays_of(
-  name: str,
-  value: object,
-  options: Options,
-  paths: dict[int, Keys],
-) -> list[Array]:
-  """Returns the arrays of an argument; adds paths of NNX objects to `paths`."""
-  is_batch = name in options.batches
-  in_state = not is_batch and modules.holds_state(value)
-  roles = iter(modules.roles_of(value))
-  found = []
-  for keys, x in leaves_of(value, _is_constant):
-    keys = (name, *keys)
-    if not isinstance(x, Constant):
-      array = _array(keys, x, next(roles), is_batch)
-      array.in_state = in_state
-      if array.role is Role.BATCH:
-        array.axis = _axis_of(options, name)
-      found.append(array)
-    elif isinstance(x.value, Numbered):
-      paths[x.value.number] = keys
-    else:
-      _check_hashable(keys, x.value)
-  return found
+  cut = [array for array in arrays if array.role is Role.BATCH]
+  _check_batches(options, named, cut)
+  return Call(
+    options,
+    [*named],
+    form,
+    arrays,
+    rows=_rows(workers, cut),
+    axis=cut[0].axis if cut else 0,
+    states=states,
+    own_params=own_params.find([array.keys for array in arrays]),
+  )
 
 
 def _check_hashable(keys: Keys, value: object) -> None:
@@ -273,33 +281,42 @@ def _check_hashable(keys: Keys, value: object) -> None:
 
 
 def _array(
+  workers: Workers,
+  options: Options,
   keys: Keys,
   x: Any,
   said: Role | None,
-  is_batch: bool = False,
 ) -> Array:
-  """Analyses an array; `said` is from `modules.roles_of`."""
+  """Analyses an array; `said` is what its variable's class says."""
+  name = keys[0]
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
-  array = Array(keys, struct, Role.SHARED)
-  array.role = _role(array, said, is_batch)
-  return array
+  has_rows = name in options.batches and bool(struct.shape)
+  role, axis = _role(keys, struct, said, has_rows), options.axis_of(name)
+  sharding = None
+  if workers.mesh is not None:
+    sharding = workers.sharding(keys, struct.shape)
+    if role is Role.BATCH:
+      spec = P(*[None] * axis, workers.spmd_axis_name)
+      sharding = NamedSharding(workers.mesh, spec)
+  return Array(keys, struct, role, axis, sharding)
 
 
 def place(
   workers: Workers,
   x: Any,
-  a: Array,
+  array: Array,
 ) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
-  if a.in_state and type(x) is int:
+  if type(x) is int and len(array.keys) > 1:
     # A count of 0 in a state gets the dtype of those that a step returns, or
     # the step would be compiled for both.
-    x = np.asarray(x, a.type.dtype)
-  target = a.sharding
+    x = np.asarray(x, array.type.dtype)
+  target = array.sharding
   if target is None or isinstance(x, jax.core.Tracer):
     return x
   if is_on(workers.mesh, x) and (
-    a.role is not Role.STACKED or x.sharding.is_equivalent_to(target, x.ndim)
+    array.role is not Role.STACKED
+    or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:
       return x
@@ -308,62 +325,37 @@ def place(
     spec = x.sharding.spec
     full = P(*spec, *[None] * (x.ndim - len(spec)))
     target = NamedSharding(target.mesh, full)
-    if x.sharding == target:
-      return x
   return put(x, target)
 
 
 def _role(
-  x: Array,
+  keys: Keys,
+  x: jax.ShapeDtypeStruct,
   said: Role | None,
-  is_batch: bool,
+  has_rows: bool,
 ) -> Role:
   """Returns the role of an array; `said` is what its variable's class says."""
-  if is_stacked(x.keys[1:]):
+  if is_stacked(keys[1:]):
     return Role.STACKED
-  has_rows = is_batch and bool(x.shape)
-  if said in (None, Role.KEY) and prng.is_key_array(x.type):
+  if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.BATCH if has_rows else Role.KEY
   if said is not None:
     return said
   if has_rows:
     return Role.BATCH
-  if len(x.keys) == 1 and prng.is_legacy_key(x.type):
+  if len(keys) == 1 and prng.is_legacy_key(x):
     raise ValueError(
-      f'{x.name} must not be a legacy random key, got uint32[2], which all'
+      f'{keys[0]} must not be a legacy random key, got uint32[2], which all'
       ' workers would share. Pass a typed key, jax.random.key(seed) or'
-      f' jax.random.wrap_key_data({x.name}), into which each worker folds its'
+      f' jax.random.wrap_key_data({keys[0]}), into which each worker folds its'
       ' number. Pass data of this shape in a tuple or dict.'
     )
   return Role.SHARED
 
 
-def _axis_of(options: Options, name: str) -> int:
-  if isinstance(options.axis, Mapping):
-    return options.axis.get(name, 0)
-  return options.axis or 0
-
-
-def _check_batch(
-  name: str,
-  value: Any,
-  arrays: Sequence[Array],
-) -> None:
-  """Raises for a batch without arrays to cut."""
-  kind = value.type if isinstance(value, Constant) else type(value)
-  is_container = issubclass(kind, Mapping | tuple | list)
-  is_cut = any(array.role is Role.BATCH for array in arrays)
-  if not is_cut and (arrays or not is_container):
-    raise ValueError(
-      f'{name} must hold arrays whose rows are cut over the workers, got'
-      f' {kind.__name__} of {len(arrays)} numbers. Pass arrays:'
-      f' np.asarray({name}).'
-    )
-
-
 def _check_stacked(workers: Workers, arrays: Sequence[Array]) -> None:
   """Raises for a state of another number of workers."""
-  count = workers.count if workers.stacked_gradients else 1
+  count = workers.num_here
   for a in arrays:
     if a.role is Role.STACKED and a.shape[:1] != (count,):
       raise ValueError(
@@ -391,39 +383,52 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
     )
 
 
-def _rows(
-  step: str,
-  workers: Workers,
+def _check_batches(
   options: Options,
-  arrays: Sequence[Array],
+  named: Mapping[str, object],
+  cut: Sequence[Array],
+) -> None:
+  """Raises for a batch without arrays to cut; one of several may be empty."""
+  wrong = []
+  for name in sorted(options.batches & named.keys()):
+    has_leaves = jax.tree.leaves(named[name], is_leaf=_is_constant)
+    is_cut = any(array.keys[0] == name for array in cut)
+    if not is_cut and (has_leaves or not cut):
+      wrong.append(name)
+  if wrong:
+    raise ValueError(
+      'The batch of a step must hold arrays whose rows are cut over the'
+      f' workers, got none in {", ".join(wrong)}. Pass arrays,'
+      f' np.asarray({wrong[0]}), or give batch_argnames=() if the step draws'
+      ' its batch by a random key.'
+    )
+
+
+def _rows(
+  workers: Workers,
+  cut: Sequence[Array],
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
-  cut = [a for a in arrays if a.role is Role.BATCH]
-  for a in cut:
-    if not 0 <= a.axis < len(a.shape):
+  names = {}
+  for array in cut:
+    if not 0 <= array.axis < len(array.shape):
       raise ValueError(
-        f'batch_axis must be an axis of every batch, got {a.axis} for'
-        f' {a.name} of shape {a.shape}. Give one for each argument:'
+        f'batch_axis must be an axis of every batch, got {array.axis} for'
+        f' {array.name} of shape {array.shape}. Give one for each argument:'
         " batch_axis={'images': 1}."
       )
-  if not options.batches:
+    names[array.shape[array.axis]] = array.name
+  if not names:
     return None
-  if not cut:
-    raise ValueError(
-      f'The batch of {step} must hold arrays, got none in'
-      f' {", ".join(sorted(options.batches))}. Pass a batch, or give'
-      ' batch_argnames=() if the step draws its batch by a random key.'
-    )
-  names = {a.shape[a.axis]: a.name for a in cut}
   if len(names) > 1:
     some = ', '.join(f'{name}: {length}' for length, name in names.items())
     raise ValueError(
-      f'The arrays of one batch must have the same number of rows, got {some}'
-      f' in {step}. Name as batches only arguments of such arrays, and give'
+      f'The arrays of one batch must have the same number of rows, got'
+      f' {some}. Name as batches only arguments of such arrays, and give'
       ' batch_axis if rows are not along the first axis.'
     )
   ((length, name),) = names.items()
-  parts = workers.count if workers.relay is None else 1  # the batch is its own
+  parts = workers.num_here
   if length % parts or not length:
     raise ValueError(
       f'{name} must have rows that divide among {workers}, got {length} rows.'

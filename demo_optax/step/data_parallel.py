@@ -109,13 +109,14 @@ def data_parallel(
     if batch_argnames is None and batch_argnums is None:
       raise TypeError(
         'data_parallel must be given batch_argnames or batch_argnums, got'
-        f' neither for {_label(step)}({", ".join(_parameters(step))}). Name the'
+        f' neither for {_label(step)}{inspect.signature(step)}. Name the'
         " arguments whose rows are cut over the workers, batch_argnames='x', or"
         ' give batch_argnames=() if the step draws its batch by a random key.'
       )
     listed = functools.partial(_listed, step)
-    listed((), [*batch_axis] if isinstance(batch_axis, Mapping) else ())
+    listed([*batch_axis] if isinstance(batch_axis, Mapping) else [])
     options = Options(
+      signature=inspect.signature(step),
       batches=listed(batch_argnums, batch_argnames),
       static=listed(static_argnums, static_argnames),
       donated=listed(donate_argnums, donate_argnames),
@@ -137,8 +138,6 @@ class DataParallelStep:
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
-    self._names = _positional(step)
-    self._place = functools.partial(arguments.place, workers)
     # Calls and their programs, by all that is static.
     self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
@@ -155,23 +154,14 @@ class DataParallelStep:
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
-      is_first = not self._has_run and jax.process_count() > 1
-      if is_first:
-        agreement.check(
-          self.workers,
-          {
-            'arguments of the step': ', '.join(
-              f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
-            )
-          },
-        )
-      arrays = [*map(self._place, arrays, call.arrays)]
-      if is_first:
+      if not self._has_run and jax.process_count() > 1:
+        agreement.check(self.workers, call.described)
+        arrays = self._place(call, arrays)
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
-      values, returned = program(*arrays)
+      values, returned = program(*self._place(call, arrays))
       return returned.form.merge(values, inner=False)[0]
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,13 +173,13 @@ class DataParallelStep:
       )
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
-      return program.lower(*map(self._place, arrays, call.arrays))
+      return program.lower(*self._place(call, arrays))
 
   def followed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Follows the workers: see `demo_optax.remote.follow`."""
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
-      arrays = [*map(self._place, arrays, call.arrays)]
+      arrays = self._place(call, arrays)
       program.trace(*arrays)
     return program.follow(arrays)
 
@@ -199,33 +189,26 @@ class DataParallelStep:
     kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays."""
-    names = [_name_of(i, self._names) for i in range(len(args))]
-    given = [*zip(names, args), *sorted(kwargs.items())]
-    values = []
-    for name, x in given:
-      is_static = name in self._options.static
-      values.append(Constant(x, type(x)) if is_static else x)
+    given = self._options.signature.bind(*args, **kwargs).arguments
+    for name in self._options.static & given.keys():
+      given[name] = Constant(given[name], type(given[name]))
     objects: list[object] = []
-    values = arguments.only_arrays(values, objects)
-    named = [(name, x) for (name, _), x in zip(given, values)]
-    tree = tuple(values[: len(args)]), dict(named[len(args) :])
-    arrays, treedef = jax.tree.flatten(tree)
+    values = arguments.only_arrays([*given.values()], objects)
+    arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
     form = arguments.Form(treedef, structure)
     arrays += variables
-    key = form, tuple(map(_form_of, arrays))
-    found = self._known.get(key)
-    if found is None:
+    key = tuple(given), form, tuple(map(_type_of, arrays))
+    if key not in self._known:
       call = arguments.analyse(
-        repr(self),
         self.workers,
         self._options,
-        named,
+        dict(zip(given, values)),
         form,
         objects,
         variables,
       )
-      found = self._known[key] = call, self._program(call)
+      self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
           f'{self!r} has compiled 20 programs. It compiles for every new'
@@ -234,11 +217,14 @@ class DataParallelStep:
           ' as self of a method, by its identity.',
           stacklevel=3,
         )
-    return *found, arrays
+    return *self._known[key], arrays
+
+  def _place(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
+    place = functools.partial(arguments.place, self.workers)
+    return [*map(place, arrays, call.arrays)]
 
   def _program(self, call: Call) -> Any:
-    scans_rows = self._options.axis is not None
-    run = Runner(self.workers, self._step, call, scans_rows)
+    run = Runner(self.workers, self._step, call)
     names = self._options.donated
     donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
@@ -249,7 +235,7 @@ class DataParallelStep:
     return jax.jit(run, donate_argnums=donated)
 
 
-def _form_of(x: Any) -> Any:
+def _type_of(x: Any) -> tuple[tuple[int, ...], Any]:
   if isinstance(x, jax.Array):
     return x.shape, x.dtype
   return np.shape(x), jax.dtypes.result_type(x)
@@ -259,43 +245,16 @@ def _label(step: Callable[..., Any]) -> str:
   return getattr(step, '__name__', repr(step))
 
 
-def _parameters(step: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-  return inspect.signature(step).parameters
-
-
-def _positional(step: Callable[..., Any]) -> list[str]:
-  return [
-    name
-    for name, p in _parameters(step).items()
-    if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-  ]
-
-
-def _name_of(position: int, names: Sequence[str]) -> str:
-  return names[position] if position < len(names) else f'argument {position}'
-
-
-def _listed(
-  step: Callable[..., object],
-  argnums: int | Sequence[int] | None,
-  argnames: str | Sequence[str] | None,
-) -> frozenset[str]:
-  """Returns the names of the arguments that two options of a step list."""
-  parameters, names = _parameters(step), _positional(step)
-  kinds = {parameter.kind for parameter in parameters.values()}
-  takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
-  takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-  found = set()
-  for x in jax.tree.leaves((argnums, argnames)):
-    is_name = isinstance(x, str)
-    is_known = is_name and (x in parameters or takes_any_name)
-    if not is_name and x >= 0:
-      is_known = x < len(names) or takes_more
-    if not is_known:
+def _listed(step: Callable[..., object], *listed: object) -> frozenset[str]:
+  """Returns the names of the arguments that options of a step list."""
+  names = [*inspect.signature(step).parameters]
+  known = {*names, *range(len(names))}
+  given = jax.tree.leaves(listed)
+  for argument in given:
+    if argument not in known:
       raise ValueError(
-        f'data_parallel must be given arguments of the step, got {x!r}, but'
-        f' the arguments of {_label(step)} are {", ".join(parameters)}. Give'
+        f'data_parallel must be given arguments of the step, got {argument!r},'
+        f' but the arguments of {_label(step)} are {", ".join(names)}. Give'
         ' names, or positions counted from the first argument.'
       )
-    found.add(x if is_name else _name_of(x, names))
-  return frozenset(found)
+  return frozenset(x if isinstance(x, str) else names[x] for x in given)

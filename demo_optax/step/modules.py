@@ -8,9 +8,8 @@ Flax is imported by the user or not at all.
 
 import collections
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -154,43 +153,21 @@ def is_object(x: object) -> bool:
   return nnx is not None and isinstance(x, nnx.Pytree)
 
 
-def holds_state(tree: object) -> bool:
-  """Returns whether `tree` is, or holds, Flax variables or dataclasses."""
-  nnx = _nnx()
-  kinds = () if nnx is None else (nnx.State, nnx.Variable)
-
-  def is_state(x: object) -> bool:
-    return dataclasses.is_dataclass(x) or isinstance(x, kinds)
-
-  return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+def is_equinox(x: object) -> bool:
+  """Returns whether `x` is an Equinox module."""
+  return isinstance(x, getattr(sys.modules.get('equinox'), 'Module', ()))
 
 
-def map_leaves(fun: Callable[[object, bool], object], tree: object) -> Any:
-  """Applies `fun(leaf, traces_number)`; NNX objects are leaves.
+def is_array(x: object, in_equinox: bool) -> bool:
+  """Returns whether a leaf is an array; a step is compiled for all others.
 
-  `traces_number` says whether the leaf is an array if it is a Python number.
-  Not in Equinox modules, whose layers decide by numbers what to trace
-  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`.
+  Numbers in Equinox modules are none, as in `eqx.filter_jit`: layers decide by
+  them what to trace (`eqx.nn.MaxPool2d.init`).
   """
-  module = getattr(sys.modules.get('equinox'), 'Module', ())
-  kinds = module, getattr(_nnx(), 'Pytree', ())
-  parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, kinds))
-  found = []
-  for part in parts:
-    if isinstance(part, module):
-      part = jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
-    else:
-      part = fun(part, True)
-    found.append(part)
-  return treedef.unflatten(found)
-
-
-def is_array(x: object, traces_number: bool) -> bool:
-  """Returns whether a leaf is an array; a step is compiled for all others."""
   if isinstance(x, _ARRAYS):
     return True
   is_number = isinstance(x, int | float | complex) and type(x) is not bool
-  return traces_number and is_number
+  return is_number and not in_equinox
 
 
 def roles_of(tree: object) -> list[Role | None]:
@@ -219,15 +196,15 @@ def _with_roles(
   found: list[tuple[Keys, Role | None]] = []
   for keys, x in flat:
     role = None
-    if isinstance(x, nnx.BatchStat):
-      role = Role.STATISTICS
-    # Noise of an optimizer must be equal on all workers.
-    elif isinstance(x, nnx.RngCount | nnx.OptState):
-      role = Role.SHARED
-    elif isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
-      role = Role.KEY
-    elif isinstance(x, nnx.metrics.MetricState):
-      is_average = fields[keys[:-1]] == {'total', 'count'}
-      role = Role.ADDED if is_average else Role.SHARED
+    match x:
+      case nnx.BatchStat():
+        role = Role.STATISTICS
+      case nnx.RngCount() | nnx.OptState():
+        role = Role.SHARED  # also keys: optimizers draw the same on all workers
+      case nnx.metrics.MetricState():
+        is_average = fields[keys[:-1]] == {'total', 'count'}
+        role = Role.ADDED if is_average else Role.SHARED
+      case nnx.Variable() if prng.is_key_array(x.get_value()):
+        role = Role.KEY
     found += [(keys, role)] * len(jax.tree.leaves(x))
   return found

@@ -4,6 +4,7 @@ Inside a step the model has the worker's own copy. Outside it has the one that
 all workers share. Both are in the optimizer state.
 """
 
+import collections
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -26,15 +27,13 @@ def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
   own, and, of one that drifts, where it started.
   """
   known = {path: number for number, path in enumerate(paths)}
-  found: dict[int, list[int]] = {}
+  found = {}
   for root, params in _states(known).items():
-    prefix = _model_of(root, params, known)
-    for path in params:
-      copies = found.setdefault(known[*prefix, *path], [])
-      for part in (_SHARED, _OWN, _START):
-        copy = (*root, *part, *path)
-        if copy in known:
-          copies.append(known[copy])
+    model = _model_of(root, params, known)
+    for param in params:
+      copies = [(*root, *part, *param) for part in (_SHARED, _OWN, _START)]
+      number = known[*model, *param]
+      found[number] = [known[copy] for copy in copies if copy in known]
   return found
 
 
@@ -69,13 +68,13 @@ def enter(
 
 def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   """Returns the paths of the parameters in states of `local_updates`."""
-  roots: dict[Keys, list[Keys]] = {}
+  roots = collections.defaultdict(list)
   for path in known:
     for start in range(len(path) - 1):
       root, param = path[:start], path[start + 2 :]
-      is_own = path == (*root, *_OWN, *param)
+      is_own = path[start : start + 2] == _OWN
       if is_own and (*root, *_SHARED, *param) in known:
-        roots.setdefault(root, []).append(param)
+        roots[root].append(param)
   return roots
 
 
@@ -85,15 +84,14 @@ def _model_of(
   known: Mapping[Keys, int],
 ) -> Keys:
   """Returns the path of the model whose parameters a state has."""
-  models = []
+  models = set()
   for path in known:
     start = path[: len(path) - len(params[0])]
     is_in_state = start[: len(root)] == root
-    is_model = path == (*start, *params[0]) and not is_in_state
-    if is_model and all((*start, *param) in known for param in params):
-      models.append(start)
+    if not is_in_state and all((*start, *param) in known for param in params):
+      models.add(start)
   if len(models) != 1:
-    names = ', '.join(map(dotted, models)) or 'none'
+    names = ', '.join(sorted(map(dotted, models))) or 'none'
     these = textwrap.shorten(', '.join(map(dotted, params)), 200)
     raise ValueError(
       'The arguments and results of a step with local_updates must hold the'
@@ -101,4 +99,4 @@ def _model_of(
       ' and the optimizer state, and return both. If parameters were removed or'
       ' renamed, make the state again with tx.init.'
     )
-  return models[0]
+  return models.pop()

@@ -104,9 +104,9 @@ class RemoteProgram:
       except Behind:
         continue
       with modules.in_transform():
-        (args, _), _ = self._call.form.merge(arrays, inner=True)
+        bound, _ = self._call.bind(arrays)
       at = link.position.round
-      yield Followed(at, link.open - at, args)
+      yield Followed(at, link.open - at, bound.args)
 
   def _run_step(self, arrays: Sequence[Any]) -> list[Any]:
     self.trace(*arrays)

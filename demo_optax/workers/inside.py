@@ -8,7 +8,7 @@ exchange is a rule that receives the arrays of all workers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -36,22 +36,16 @@ WORKER_AXIS = 'demo_optax_workers'
 Tree = TypeVar('Tree')
 
 
-class StepView(NamedTuple):
-  """The workers, as a step that is being traced sees them."""
-
-  axis: collectives.Axis
-  num_workers: int
-  # Of a worker on its own device, or of a separate program: exchanges use it.
-  own: Workers | None
-
-
 def trace(
-  view: StepView,
+  workers: Workers,
   step: Callable[..., object],
   arrays: Sequence[jax.Array],
 ) -> tuple[core.ClosedJaxpr, Any]:
-  """Traces one worker's step; returns its program, and results as shapes."""
-  token = traced_step.set(view)
+  """Traces one worker's step; returns its program, and results as shapes.
+
+  `workers` are those that its operations see, without a worker axis.
+  """
+  token = traced_step.set(workers)
   try:
     return jax.make_jaxpr(step, return_shape=True)(*arrays)
   finally:
@@ -63,17 +57,17 @@ def is_in_step() -> bool:
   return traced_step.get() is not None
 
 
-def check_in_step(what: str) -> StepView:
-  """Returns the view of the step; raises outside of a step."""
-  view = traced_step.get()
-  if view is None:
+def check_in_step(what: str) -> Workers:
+  """Returns the workers of the step; raises outside of a step."""
+  workers = traced_step.get()
+  if workers is None:
     raise ValueError(
       f'{what} must be called in a demo_optax.data_parallel step, got a call'
       ' outside of one. Write the step for one worker and decorate it with'
       ' @demo_optax.data_parallel(workers, batch_argnames=...), instead of'
       ' jax.jit or nnx.jit.'
     )
-  return view
+  return workers
 
 
 # Checks -----------------------------------------------------------------------
@@ -85,18 +79,18 @@ def _watch_leaves(
   check: Callable[[list[tuple[Keys, Origin]]], None],
 ) -> Tree:
   """Returns `tree`; leaves a check of the origins of some of its leaves."""
-  leaves, treedef = jax.tree.flatten(tree)
-  chosen = [place for place, x in enumerate(leaves) if which(x)]
+  flat = leaves_of(tree)
+  chosen = {keys: x for keys, x in flat if which(x)}
   # Not the leaves: what a program closes over must not hold tracers.
-  names = [keys for keys, _ in leaves_of(tree)]
+  names = [*chosen]
 
   def check_chosen(origins: Sequence[Origin]) -> None:
-    check([(names[i], origin) for i, origin in zip(chosen, origins)])
+    check([*zip(names, origins)])
 
-  watched = watch([leaves[place] for place in chosen], check_chosen)
-  for place, x in zip(chosen, watched):
-    leaves[place] = x
-  return treedef.unflatten(leaves)
+  watched = watch([*chosen.values()], check_chosen)
+  chosen.update(zip(names, watched))
+  leaves = [chosen.get(keys, x) for keys, x in flat]
+  return jax.tree.structure(tree).unflatten(leaves)
 
 
 def _is_array(x: object) -> bool:
@@ -109,11 +103,11 @@ def check_own_gradients(gradients: Tree) -> Tree:
 
   A single gradient that is the same belongs to an unused parameter.
   """
-  view = check_in_step('An update of gradients')
+  count = check_in_step('An update of gradients').count
 
   def check(found: list[tuple[Keys, Origin]]) -> None:
     is_own = any(Origin.DATA in origin for _, origin in found)
-    if is_own or not found or view.num_workers == 1:
+    if is_own or not found or count == 1:
       return
     raise ValueError(
       'The gradients that reach the exchange must be those of one worker, got'
@@ -142,11 +136,12 @@ def equal(tree: Tree, message: str) -> Tree:
   return _watch_leaves(tree, _is_array, check)
 
 
-def _check_state(found: list[tuple[Keys, Origin]]) -> None:
-  """Raises for momentum that workers share, or for other state that differs."""
-  for keys, origin in found:
+def _check_shared(found: list[tuple[Keys, Origin]]) -> None:
+  """Raises for momentum that workers share, or for what else differs."""
+  for (kind, *rest), origin in found:
+    keys = tuple(rest)
     if origin.differs and not is_stacked(keys):
-      name = f'The optimizer state {dotted(keys)}'
+      name = f'The {kind} {dotted(keys)}'
       raise ValueError(differs_text(name, BEFORE_EXCHANGE))
     if is_stacked(keys) and not origin.differs:
       raise ValueError(
@@ -216,11 +211,11 @@ def check_arguments(
 
   Parameters and hyperparameters must be equal on all workers.
   """
-  view = check_in_step('An exchange')
-  if workers.kind == 'on_axis' or workers.count != view.num_workers:
+  count = check_in_step('An exchange').count
+  if workers.kind == 'on_axis' or workers.count != count:
     raise ValueError(
       'workers must be those of data_parallel, which runs the step for'
-      f' {view.num_workers} workers, got {workers} in the transformation. Give'
+      f' {count} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
   gradients = []
@@ -230,14 +225,13 @@ def check_arguments(
       x = _tree.zero_update(x, param, 0)
     gradients.append(jnp.asarray(x))
   updates = jax.tree.structure(updates).unflatten(gradients)
-  parameter = differs_text('The parameter {}', BEFORE_EXCHANGE)
-  hyperparameter = differs_text('The hyperparameter {}', BEFORE_EXCHANGE)
-  return (
-    check_own_gradients(updates),
-    _watch_leaves(state, _is_array, _check_state),
-    equal(params, parameter),
-    equal(hyperparams, hyperparameter),
-  )
+  shared = {
+    'optimizer state': state,
+    'parameter': params,
+    'hyperparameter': hyperparams,
+  }
+  checked = _watch_leaves(shared, _is_array, _check_shared)
+  return check_own_gradients(updates), *(checked[name] for name in shared)
 
 
 def for_workers(
@@ -250,12 +244,10 @@ def for_workers(
   In a mapped step it takes the arguments of one worker, and returns updates
   that are equal on all workers, or each worker's with `own_updates`.
   """
-  view = traced_step.get()
-  if view is None:
-    return functools.partial(update, workers=workers)
-  if view.own is not None:
-    return functools.partial(update, workers=view.own)
-  return functools.partial(_call_stacked, update, workers, own_updates)
+  seen = traced_step.get() or workers
+  if seen.axis_name == WORKER_AXIS:
+    return functools.partial(_call_stacked, update, workers, own_updates)
+  return functools.partial(update, workers=seen)
 
 
 def _call_stacked(
@@ -265,47 +257,46 @@ def _call_stacked(
   *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update of all workers from the mapped step of one."""
-  treedef = jax.tree.structure(given)
-  constants: list[object] = []  # What is closed over must not hold tracers.
-  places, arrays, has_axis, outputs = [], [], [], []
+  leaves, treedef = jax.tree.flatten(given)
+  has_axis: dict[int, bool] = {}  # of the arrays, by their places
+  outputs: dict[int, bool] = {}  # of the arrays that come back: is it own
   for place, (keys, x) in enumerate(leaves_of(given)):
     if not _is_array(x):
-      constants.append(x)
       continue
-    constants.append(None)
-    places.append(place)
-    arrays.append(x)
     is_update, is_own = keys[0] == 0, is_stacked(keys)
-    has_axis.append(is_update or is_own)
+    has_axis[place] = is_update or is_own
     if keys[0] < 2:  # Updates and state come first, and come back.
-      outputs.append(is_own or (is_update and own_updates))
+      outputs[place] = is_own or (is_update and own_updates)
+  arrays = {place: leaves[place] for place in has_axis}
+  for place in has_axis:
+    leaves[place] = None  # What is closed over must not hold tracers.
 
   def rule(
     size: int,
     batched: Any,
     index: Any,
-    *arrays: Any,
+    arrays: dict[int, jax.Array],
   ) -> Any:
     del index
-    leaves = [*constants]
-    of_arrays = zip(places, arrays, has_axis, batched[1:])
-    for place, x, is_own, is_batched in of_arrays:
-      if is_own and not is_batched:  # of an unused parameter
+    known = [*leaves]
+    for place, x in arrays.items():
+      if has_axis[place] and not batched[1][place]:  # of an unused parameter
         x = jnp.broadcast_to(x, (size, *x.shape))
-      leaves[place] = x
-    updated = update(*treedef.unflatten(leaves), workers)
-    return jax.tree.leaves(updated), [*outputs]
+      known[place] = x
+    updated = update(*treedef.unflatten(known), workers)
+    return jax.tree.leaves(updated), [*outputs.values()]
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
-  def one_worker(index: Any, *arrays: Any) -> list[Any]:
+  def one_worker(index: Any, arrays: dict[int, jax.Array]) -> list[Any]:
     del index
-    return [*arrays[: len(outputs)]]
+    return [arrays[place] for place in outputs]
 
   one_worker.def_vmap(rule)
-  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
+  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
   structure = jax.tree.structure(given[:2])
-  return structure.unflatten(watch(updated, outputs=tuple(outputs)))
+  differs = tuple(outputs.values())
+  return structure.unflatten(watch(updated, outputs=differs))
 
 
 def over_workers(

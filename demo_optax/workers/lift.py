@@ -170,18 +170,14 @@ class _Mapped:
 
     def axis_of(name: str, spec: Spec) -> int | None:
       """Returns the axis of an array under the maps of all outer names."""
+      outer = names[: names.index(name)]
       # From the outermost; None is an axis of the block itself.
-      axes: list[str | None] = []
-      if spec.stacked:
-        axes.append(workers.axis_name)
+      axes: list[str | None] = [workers.axis_name] * spec.stacked
       for dim in range(len(spec.inner)):
         axes += [*entry(spec.inner, dim), None]
-      if name not in axes:
-        return None
       # The outer maps have taken their axes away.
-      before = axes[: axes.index(name)]
-      outer = names[: names.index(name)]
-      return sum(axis not in outer for axis in before)
+      axes = [axis for axis in axes if axis not in outer]
+      return axes.index(name) if name in axes else None
 
     def mapped(number: jax.Array, *own: Any) -> Any:
       del number  # something has to be mapped over every axis
@@ -321,29 +317,25 @@ def bucket_zeros(
   types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[jax.Array]:
   """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
-  # In a shard_map, each device makes its shard. jnp.zeros(device=sharding) in a
-  # jit would make all workers' momentum on a single device.
-  spec = _on_mesh(workers, workers.bucket_spec)
+  devices = (1,) if workers.param_specs.axes else ()
 
+  # Each device makes its shard. jnp.zeros(device=sharding) in a jit would make
+  # all workers' momentum on a single device.
   def zeros() -> list[jax.Array]:
     found = []
     for x in types:
-      shape = workers.bucket_shape(x.shape)
-      if workers.mesh is not None:
-        shape = _named(workers, spec).shard_shape(shape)
-      found.append(jnp.zeros(shape, x.dtype))
+      bucket = jnp.zeros((*devices, *x.shape), x.dtype)
+      found.append(vary(bucket, workers.axis))
     return found
 
-  if workers.mesh is None:
-    return [vary(x, workers.axis) for x in zeros()]
-  return jax.shard_map(zeros, mesh=workers.mesh, in_specs=(), out_specs=spec)()
+  return map_over(workers, zeros, (), [workers.bucket_spec] * len(types))()
 
 
 def place(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns `x [count, ...]`, each worker's part where the worker is."""
   if workers.mesh is None:
     return x
-  axis = workers.axis_name
+  axis = workers.spmd_axis_name
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
     return reshard(workers, x, P(axis, *old[1:]))
@@ -370,24 +362,21 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
 
 
 def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
-  count, axis = workers.count, workers.axis_name
-  shape = (count, x.shape[0] // count, *x.shape[1:])
+  """Returns a batch `[workers * b, ...]` as rows `[workers, b, ...]`."""
+  shape = (workers.num_here, -1, *x.shape[1:])
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  old = jax.typeof(x).sharding.spec
-  names = entry(old, 0)
-  inner = names[1:] if names[:1] == (axis,) else ()
+  axis, old = workers.axis_name, jax.typeof(x).sharding.spec
+  inner = tuple(name for name in entry(old, 0) if name != axis)
   x = reshard(workers, x, P((axis, *inner), *old[1:]))
   spec = P(axis, inner or None, *old[1:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
 def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
-  count, rows, *others = x.shape
-  shape = (count * rows, *others)
+  """Returns rows `[workers, b, ...]` as a batch: undoes `split_rows`."""
+  shape = (-1, *x.shape[2:])
   if not workers.is_explicit:
     return x.reshape(shape)
   old = jax.typeof(x).sharding.spec

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 
 from demo_optax.workers.collectives import Axis, meet_p
 from demo_optax.workers.param_specs import names_of
+from demo_optax.workers.workers import Workers
 
 
 class Origin(enum.IntFlag):
@@ -50,11 +51,8 @@ _SAME, _OWN = Origin.NOTHING, Origin.STATE | Origin.DATA
 # Collectives that make one value of all workers'.
 _REDUCTIONS = ('psum', 'pmax', 'pmin', 'all_gather')
 
-# Each output is computed from the operand in its place alone.
-_EACH_ALONE = ('convert_element_type', 'device_put', 'optimization_barrier')
-
-# The step that is being traced for one worker: a `StepView` of `inside`.
-traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
+# The workers, as a step that is being traced for one of them sees them.
+traced_step: contextvars.ContextVar[Workers | None] = contextvars.ContextVar(
   'demo_optax_traced_step', default=None
 )
 
@@ -120,30 +118,18 @@ def follow(
   jaxpr: Jaxpr,
   inputs: Origins,
   axis: Axis,
-) -> dict[Var, Origin]:
-  """Returns the origins of all variables in one worker's program.
+) -> tuple[Origins, Mapping[Var, Origin]]:
+  """Follows what is a worker's own through the worker's program.
 
   `inputs` are the origins of its inputs. `axis` is that of the workers in the
-  program.
+  program. Returns the origins of its outputs, and those of all variables, also
+  of the programs inside of it.
 
   Raises:
     ValueError: by a check of `watch`.
   """
-  return _Follower(axis).follow(jaxpr, inputs)
-
-
-def origins_at(
-  known: Mapping[Var, Origin],
-  atoms: Iterable[object],
-) -> Origins:
-  """Returns the origins of variables and constants."""
-  found = []
-  for atom in atoms:
-    if isinstance(atom, Var):
-      found.append(known.get(atom, _SAME))
-    else:
-      found.append(_SAME)
-  return found
+  follower = _Follower(axis)
+  return follower.follow(jaxpr, inputs), follower.found
 
 
 def waits(
@@ -190,42 +176,62 @@ def _joined(origins: Iterable[Origin]) -> Origin:
   return computed & ~Origin.ROWS
 
 
+def _origins_of(
+  known: Mapping[Var, Origin],
+  atoms: Iterable[object],
+) -> Origins:
+  """Returns the origins of variables and constants."""
+  origins = []
+  for atom in atoms:
+    origin = _SAME
+    if isinstance(atom, Var):
+      origin = known.get(atom, _SAME)
+    origins.append(origin)
+  return origins
+
+
 class _Follower:
   """Follows values through a program and the programs inside of it."""
 
   def __init__(self, axis: Axis):
     self._axis = axis
     self._checks = True  # not while a loop is followed to its fixed point
+    self.found: dict[Var, Origin] = {}
 
-  def follow(
-    self,
-    jaxpr: Jaxpr,
-    inputs: Origins,
-  ) -> dict[Var, Origin]:
-    """Returns the origins of all variables."""
+  def follow(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
+    """Returns the origins of a program's outputs."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
-      outputs = self._outputs(eqn, origins_at(known, eqn.invars))
+      outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
       known.update(zip(eqn.outvars, outputs))
-    return known
+    for variable, origin in known.items():  # a program may be called again
+      self.found[variable] = self.found.get(variable, _SAME) | origin
+    return _origins_of(known, jaxpr.outvars)
 
-  def _run(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
-    """Returns the origins of a program's outputs."""
-    return origins_at(self.follow(jaxpr, inputs), jaxpr.outvars)
-
-  def _outputs(
-    self,
-    eqn: JaxprEqn,
-    inputs: Origins,
-  ) -> Origins:
+  def _outputs(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     """Returns the origins of the outputs of an equation."""
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in _RULES:
-      return _RULES[name](self, eqn, inputs)
-    if name in _EACH_ALONE:
-      return inputs
-    if eqn.primitive is meet_p:  # rows, who is present, whether this worker is
-      return _SAME, _SAME, _OWN
+    match name:
+      case 'scan':
+        return self._scan(eqn, inputs)
+      case 'while':
+        return self._while(eqn, inputs)
+      case 'cond':
+        return self._cond(eqn, inputs)
+      case watch_p.name:
+        return self._watch(eqn, inputs)
+      case meet_p.name:  # rows, who is present, whether this worker is
+        return _SAME, _SAME, _OWN
+      case 'convert_element_type' | 'device_put' | 'optimization_barrier':
+        return inputs  # each output has what is in its place
+      case 'sharding_constraint':
+        self._check_sharding(eqn.params['sharding'])
+      case 'new_ref' | 'empty_ref':
+        raise ValueError(
+          'A data_parallel step must not make mutable arrays, got jax.new_ref:'
+          ' what is written to them cannot be followed. Use values that it'
+          ' returns.'
+        )
     if _is_over(eqn.params, self._axis):
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
@@ -235,7 +241,7 @@ class _Follower:
     # A call: jit, remat, or a function whose derivative is given.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
-        return self._run(inner, inputs)
+        return self.follow(inner, inputs)
     return [_joined(inputs)] * count
 
   def _watch(
@@ -250,26 +256,15 @@ class _Follower:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
 
-  def _ref(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
-    raise ValueError(
-      'A data_parallel step must not make mutable arrays, got jax.new_ref: what'
-      ' is written to them cannot be followed. Use values that it returns.'
-    )
-
-  def _sharding(
-    self,
-    eqn: JaxprEqn,
-    inputs: Origins,
-  ) -> Origins:
-    sharding = eqn.params['sharding']
-    is_named = isinstance(sharding, NamedSharding)
-    if is_named and self._axis in names_of(sharding.spec):
+  def _check_sharding(self, sharding: jax.sharding.Sharding) -> None:
+    if not isinstance(sharding, NamedSharding):
+      return
+    if self._axis in names_of(sharding.spec):
       raise ValueError(
         f'A sharding in a data_parallel step must not name the worker axis'
         f' {self._axis!r}, got {sharding.spec}: arrays in the step are one'
         f" worker's. Leave the axis out: None in place of {self._axis!r}."
       )
-    return [_joined(inputs)]
 
   def _loop(
     self,
@@ -284,11 +279,11 @@ class _Follower:
     old: Origins = []
     while old != carry:
       old = carry
-      outputs = self._run(body, [*before, *carry, *after])
+      outputs = self.follow(body, [*before, *carry, *after])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
     # Origins only grow, so that this ends. Now they are all there.
     self._checks = did_check
-    outputs = self._run(body, [*before, *carry, *after])
+    outputs = self.follow(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
   def _scan(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
@@ -322,7 +317,7 @@ class _Follower:
     carry = inputs[num_consts:]
     carry = self._loop(body, inputs[num_cond:num_consts], carry, [])
     condition = eqn.params['cond_jaxpr'].jaxpr
-    (ends,) = self._run(condition, [*inputs[:num_cond], *carry])
+    (ends,) = self.follow(condition, [*inputs[:num_cond], *carry])
     # If it is a worker's own, workers leave the loop at different times.
     self._check_common(ends, [body])
     return [_joined([x, ends]) for x in carry]
@@ -331,7 +326,7 @@ class _Follower:
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)
-    outputs = [self._run(branch, operands) for branch in branches]
+    outputs = [self.follow(branch, operands) for branch in branches]
     return [_joined([which, *several]) for several in zip(*outputs)]
 
   def _check_common(
@@ -356,15 +351,3 @@ def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
   """Counts the variables that have the same shape in both programs."""
   pairs = zip(outer, inner, strict=True)
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
-
-
-# By primitive, where outputs are not computed from all inputs in one way.
-_RULES = {
-  watch_p.name: _Follower._watch,
-  'new_ref': _Follower._ref,
-  'empty_ref': _Follower._ref,
-  'sharding_constraint': _Follower._sharding,
-  'scan': _Follower._scan,
-  'while': _Follower._while,
-  'cond': _Follower._cond,
-}

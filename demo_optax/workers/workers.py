@@ -253,6 +253,11 @@ class Workers:
     return self.kind in ('simulated', 'on_mesh')
 
   @property
+  def num_here(self) -> int:
+    """Number of workers whose arrays are here: all, or this one."""
+    return self.count if self.stacked_gradients else 1
+
+  @property
   def is_explicit(self) -> bool:
     """Whether the types of arrays say how they are sharded."""
     return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
@@ -286,7 +291,7 @@ class Workers:
     if self.param_specs.axes:
       shape = (self.param_specs.devices, *shape)
     if self.stacked_state:
-      shape = (self.count if self.stacked_gradients else 1, *shape)
+      shape = (self.num_here, *shape)
     return shape
 
   def device_put(self, tree: Tree) -> Tree:
