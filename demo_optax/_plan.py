@@ -12,7 +12,7 @@ from demo_optax import _checks
 from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
-from demo_optax.transformation import resolve_update_values
+from demo_optax.transformation import resolve_exchange
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
 from demo_optax.workers.param_specs import REPLICATED
@@ -253,9 +253,7 @@ def plan(
     if not leaf.is_frozen:
       leaves.append(LeafBytes(leaf, alone))
 
-  values = resolve_update_values(exchange, update_values, workers)
-  if workers.relay is not None:
-    exchange = 'all_gather'
+  exchange, values = resolve_exchange(exchange, update_values, workers)
   config = make_config(
     layout, 'senders', exchange, count, values, weighted=weighted
   )
@@ -279,7 +277,7 @@ def plan(
       updates += num_bytes * count
   if owners is not None:
     updates += owners.num_bytes * count
-  if workers.relay is not None:  # sums are of all workers' summands
+  if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
 
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload

@@ -187,7 +187,7 @@ def scale_by_demo(
     _checks.check_range('gradient_weight', gradient_weight, '(-inf, inf)')
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
-  written = resolve_update_values(exchange, update_values, workers)
+  exchange, written = resolve_exchange(exchange, update_values, workers)
   if delayed and exchange != 'all_gather':
     raise ValueError(
       f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
@@ -204,7 +204,7 @@ def scale_by_demo(
   ) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     count = None
-    if exchange != 'all_gather' and workers.relay is None:
+    if exchange != 'all_gather':
       try:
         count = workers.count
       except ValueError:  # `on_axis`, outside of the map
@@ -253,8 +253,6 @@ def scale_by_demo(
       of_gradient = of_gradient(state.count)
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': of_gradient}
     params, like = checks.params_and_like(updates, params, workers)
-    if workers.relay is not None:
-      inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
     given = updates, state, params, hyper
@@ -298,9 +296,7 @@ def scale_by_demo(
     metrics, own = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
       algorithm.note(config)
-      # With a relay a step joins exchanges; a nested jit would keep them apart.
-      run = algorithm.run if workers.relay else algorithm.run_jitted
-      found, own, metrics = run(
+      found, own, metrics = algorithm.run_jitted(
         workers,
         config,
         exchanged,
@@ -382,21 +378,29 @@ def check_digest(digest: Any, layout: Layout) -> None:
     )
 
 
-def resolve_update_values(
-  exchange: str, update_values: str | None, workers: Workers
-) -> str:
-  """Returns the code for updates; raises unless the arguments make sense."""
+def resolve_exchange(
+  exchange: algorithm.ExchangeKind,
+  update_values: str | None,
+  workers: Workers,
+) -> tuple[algorithm.ExchangeKind, str]:
+  """Returns the exchange of these workers, and the code for updates.
+
+  Raises unless the arguments make sense.
+  """
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
-  if workers.relay is not None and exchange == 'all_to_all':
-    raise ValueError(
-      "exchange must be 'all_gather' with a relay, which sends all messages to"
-      " all workers, got 'all_to_all'. Give 'all_gather' or 'auto'."
-    )
   if update_values is not None:
     _checks.check_choice('update_values', update_values, UPDATE_VALUES)
-    return update_values
+  if workers.only_gathers:
+    if exchange == 'all_to_all':
+      raise ValueError(
+        "exchange must be 'all_gather' with a relay, which sends all messages"
+        " to all workers, got 'all_to_all'. Give 'all_gather' or 'auto'."
+      )
+    exchange = 'all_gather'
+  if update_values is not None:
+    return exchange, update_values
   if exchange == 'all_gather':
-    return 'float32'
+    return exchange, 'float32'
   raise ValueError(
     f'update_values must be given for exchange={exchange!r}, got None. Give'
     " 'ternary' if the signs of updates are taken (optax.scale_by_sign,"

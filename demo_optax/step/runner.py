@@ -57,7 +57,7 @@ class Runner:
     workers, call = self.workers, self.call
     given = call.replace(Role.BATCH, self._split, arrays)
     parts = Parts.of(given, call.roles)
-    if workers.relay is not None:
+    if index is not None:
       with lift.context(workers):
         found, known = self._run_alone(workers, index, parts)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:

@@ -244,6 +244,8 @@ def for_workers(
   In a mapped step it takes the arguments of one worker, and returns updates
   that are equal on all workers, or each worker's with `own_updates`.
   """
+  if workers.relay is not None:
+    check_in_step(f'The update for {workers}')
   seen = traced_step.get() or workers
   if seen.axis_name == WORKER_AXIS:
     return functools.partial(_call_stacked, update, workers, own_updates)
