@@ -1,8 +1,7 @@
 """Decides once for equal calls which role each argument's array has.
 
 The caller names the batches. All else is shared by the workers, except what its
-type says is one worker's own: momentum in the state of an exchange, and random
-keys.
+type says is one worker's own: momentum in an exchange's state, and random keys.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ class Options:
   axis: int | Mapping[str, int] | None  # of rows, by default the first one
 
   def axis_of(self, name: str) -> int:
-    """Returns the axis of the rows of an argument."""
+    """Returns along which axis an argument has its rows."""
     if isinstance(self.axis, Mapping):
       return self.axis.get(name, 0)
     return self.axis or 0
@@ -45,13 +44,13 @@ class Options:
 
 @dataclasses.dataclass
 class Array:
-  """One array of a call.
+  """An array in a call.
 
   Attributes:
-    keys: its path, from the name of its argument.
+    keys: its path, from its argument's name.
     type: its shape and dtype, as all workers have it.
     role: see `Role`.
-    axis: that of its rows, if it is a batch.
+    axis: where its rows are, if it is a batch.
     sharding: where it belongs on a mesh.
   """
 
@@ -73,7 +72,7 @@ class Array:
 
 
 class Known(NamedTuple):
-  """The number of an NNX object, or of an array that one holds."""
+  """The number that an NNX object has, or an array that one holds."""
 
   number: int
 
@@ -81,7 +80,7 @@ class Known(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-  """A part of a tree that is not an array, and that a program is for."""
+  """A leaf that is not an array: a program is for its value."""
 
   value: object
   type: type  # since `1 == 1.0`
@@ -91,14 +90,20 @@ def _is_constant(x: object) -> bool:
   return isinstance(x, Constant)
 
 
-def only_arrays(tree: object, known: list[object]) -> Any:
+def only_arrays(
+  tree: object,
+  known: list[object],
+) -> Any:
   """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
 
   What is `known` has its number there. NNX objects become known.
   """
   numbers = {id(x): number for number, x in enumerate(known)}
 
-  def wrap(x: object, in_equinox: bool = False) -> object:
+  def wrap(
+    x: object,
+    in_equinox: bool = False,
+  ) -> object:
     if modules.is_equinox(x):
       return jax.tree.map(lambda x: wrap(x, True), x, is_leaf=modules.is_object)
     if id(x) not in numbers:
@@ -116,9 +121,9 @@ def only_arrays(tree: object, known: list[object]) -> Any:
 
 
 class Form(NamedTuple):
-  """The structure of the arguments or results of a step, without arrays.
+  """The structure that a step's arguments or results have, without arrays.
 
-  Its arrays are those of the tree, then those of its NNX objects.
+  Its arrays are those in the tree, then those in its NNX objects.
   """
 
   treedef: jax.tree_util.PyTreeDef  # of `only_arrays`
@@ -154,24 +159,24 @@ class StateForm(NamedTuple):
 
 
 def form_of(tree: object) -> StateForm:
-  """Returns the form of a tree in the step."""
+  """Returns a tree's form, as the step has it."""
   leaves, treedef = jax.tree.flatten(tree)
   return StateForm(treedef, tuple(map(np.shape, leaves)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """An analysed call of a step.
+  """An analysed call.
 
   Attributes:
-    options: those of the step.
+    options: what the step was decorated with.
     names: the arguments that are given.
     form: their structure.
     arrays: the arrays in them.
-    rows: length of one worker's batch; None if there is no batch.
-    axis: that of the rows in results.
-    states: by the form of shared arguments, the numbers of the first array of
-      each. A result of this form is the argument's next value.
+    rows: the length that one worker's batch has; None without a batch.
+    axis: where rows are in results.
+    states: for each form that shared arguments have, the numbers at which
+      they start. A result with this form is the argument's next value.
     own_params: see `own_params.find`.
   """
 
@@ -191,7 +196,7 @@ class Call:
 
   @property
   def described(self) -> dict[str, str]:
-    """The arguments, for comparison with those of other processes."""
+    """The arguments, as processes compare them."""
     types = [f'{x.name} {x.type.dtype}{list(x.shape)}' for x in self.arrays]
     return {'arguments of the step': ', '.join(types)}
 
@@ -210,7 +215,7 @@ class Call:
     fun: Callable[[Value, Array], Value],
     xs: Sequence[Value],
   ) -> list[Value]:
-    """Applies a function to the arrays of one role."""
+    """Applies a function to the arrays that have a role."""
     found = []
     for x, array in zip(xs, self.arrays):
       found.append(fun(x, array) if array.role is role else x)
@@ -225,7 +230,7 @@ def analyse(
   objects: Sequence[object],
   variables: Sequence[jax.Array],
 ) -> Call:
-  """Decides about every array of a call.
+  """Decides about every array in a call.
 
   `named` are its arguments in order, each with `only_arrays`.
   """
@@ -268,7 +273,10 @@ def analyse(
   )
 
 
-def _check_hashable(keys: Keys, value: object) -> None:
+def _check_hashable(
+  keys: Keys,
+  value: object,
+) -> None:
   """Raises for a value by which no program can be found again."""
   try:
     hash(value)
@@ -334,7 +342,7 @@ def _role(
   said: Role | None,
   has_rows: bool,
 ) -> Role:
-  """Returns the role of an array; `said` is what its variable's class says."""
+  """Returns an array's role; `said` is what its variable's class says."""
   if is_stacked(keys[1:]):
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
@@ -353,8 +361,11 @@ def _role(
   return Role.SHARED
 
 
-def _check_stacked(workers: Workers, arrays: Sequence[Array]) -> None:
-  """Raises for a state of another number of workers."""
+def _check_stacked(
+  workers: Workers,
+  arrays: Sequence[Array],
+) -> None:
+  """Raises for a state that was made for more or fewer workers."""
   count = workers.num_here
   for a in arrays:
     if a.role is Role.STACKED and a.shape[:1] != (count,):
@@ -368,7 +379,7 @@ def _check_stacked(workers: Workers, arrays: Sequence[Array]) -> None:
 
 
 def _check_not_accumulated(arrays: Sequence[Array]) -> None:
-  """Raises for a state of optax.MultiSteps."""
+  """Raises for a state that optax.MultiSteps has made."""
   fields = 'mini_step', 'gradient_step', 'acc_grads'
   holders = [
     {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
@@ -388,7 +399,7 @@ def _check_batches(
   named: Mapping[str, object],
   cut: Sequence[Array],
 ) -> None:
-  """Raises for a batch without arrays to cut; one of several may be empty."""
+  """Raises for a batch without arrays to cut, unless it is empty."""
   wrong = []
   for name in sorted(options.batches & named.keys()):
     has_leaves = jax.tree.leaves(named[name], is_leaf=_is_constant)
@@ -408,7 +419,7 @@ def _rows(
   workers: Workers,
   cut: Sequence[Array],
 ) -> int | None:
-  """Returns the length of one worker's batch, from those of all arrays cut."""
+  """Returns how many rows one worker has, from all arrays that are cut."""
   names = {}
   for array in cut:
     if not 0 <= array.axis < len(array.shape):

@@ -30,57 +30,10 @@ def data_parallel(
   donate_argnums: int | Sequence[int] = (),
   donate_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], 'DataParallelStep']:
-  r"""Compiles a training step that is written for one worker, for all of them.
+  """Compiles a training step that is written for one worker, for all workers.
 
-  A drop-in for `jax.jit` and `nnx.jit` on a training step: the step computes
-  one worker's loss and gradient, and its optimizer exchanges. The caller names
-  the arguments that are batches; all others are shared by the workers.
-
-  ============================  =======================  =======================
-  array                         in the step              returned or changed
-  ============================  =======================  =======================
-  a batch                       this worker's rows       joined, by `out_batch`
-  parameters, optimizer state   as they are              equal, or an error
-  momentum in the state         the worker's own         each worker's
-  typed PRNG keys               folded with the number   worker 0's
-  `nnx.BatchStat`               as they are              the mean of finite ones
-  `nnx.metrics.Average`         as they are              all that workers added
-  real numbers                  as they are              the mean of finite ones
-  ============================  =======================  =======================
-
-  Parameters and states may be trees, Flax objects (updated in place),
-  dataclasses or Equinox modules. Keys, also those in Flax objects, are
-  `jax.random.key`; each worker folds its number into them. Anything else that
-  a step returns must be equal on all workers: `out_batch(x)` joins rows, and
-  `over_workers(x, jnp.sum)` makes one value of all.
-
-  On a mesh, arguments are put where they belong. Several processes give the
-  same NumPy batch each, or a global `jax.Array`
-  (`jax.make_array_from_process_local_data`).
-
-  Args:
-    workers: `Workers.simulated`, `on_mesh`, or `remote`, where each program
-      passes its own batch.
-    batch_argnames: names of the arguments to cut along their axis of rows.
-      With `()`, for a step that draws its batch, workers differ by their random
-      keys. Either this or `batch_argnums` must be given.
-    batch_argnums: the same, by position.
-    batch_axis: the axis of the rows, by default the first one, or one for each
-      argument, by name. Rows of results have that of the first batch.
-    static_argnums: as in `jax.jit`. Functions, strings and other objects that
-      are not arrays are static wherever they occur.
-    static_argnames: the same, by name.
-    donate_argnums: as in `jax.jit`: model and optimizer of a training loop.
-    donate_argnames: the same, by name.
-
-  Returns:
-    A decorator. The decorated step is called as before; `lower` of it returns
-    the lowered program for its arguments.
-
-  Raises:
-    TypeError: no argument says which are batches.
-    ValueError: when called, rows that do not divide among the workers, or a
-      result that differs between workers.
+  A drop-in for `jax.jit` and `nnx.jit`: the step computes one worker's loss and
+  gradient, and its optimizer exchanges.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -88,16 +41,40 @@ def data_parallel(
     >>> tx = demo_optax.demo(0.1, workers=workers)
     >>> params = {'w': jnp.ones(3)}
     >>> opt_state = tx.init(params)
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((x @ params['w']) ** 2)
     >>> @demo_optax.data_parallel(workers, batch_argnames='x')
     ... def train_step(params, opt_state, x):
-    ...   loss, grads = jax.value_and_grad(
-    ...       lambda params: jnp.mean((x @ params['w']) ** 2))(params)
+    ...   loss, grads = jax.value_and_grad(loss_fn)(params, x)
     ...   updates, opt_state = tx.update(grads, opt_state, params)
     ...   return optax.apply_updates(params, updates), opt_state, loss
     >>> for step in range(5):
     ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8, 3))
     >>> print(f'{loss:.2f}')
     0.33
+
+  Batches are cut; all else is shared, Flax objects too (updated in place), but
+  typed PRNG keys and momentum. Real numbers and `nnx.BatchStat` become the
+  mean over workers, and `nnx.metrics.Average` adds up all. Other results must
+  be equal on all workers: see `out_batch` and `over_workers`.
+
+  Args:
+    workers: `Workers.simulated`, `on_mesh` or `remote`.
+    batch_argnames: the batches, by name: NumPy arrays, the same in all
+      processes, or global `jax.Array`s. With `()` the step draws its batch.
+    batch_argnums: the same, by position.
+    batch_axis: where the rows are, 0 by default, or by argument.
+    static_argnums: as in `jax.jit`; what is no array is static anyway.
+    static_argnames: the same, by name.
+    donate_argnums: as in `jax.jit`.
+    donate_argnames: the same, by name.
+
+  Returns:
+    A decorator.
+
+  Raises:
+    TypeError: no argument says which are batches.
+    ValueError: rows that do not divide, or a result that workers differ in.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
@@ -144,50 +121,64 @@ class DataParallelStep:
     self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
 
-  def __get__(self, instance: Any, owner: Any = None) -> Any:
+  def __get__(
+    self,
+    instance: Any,
+    owner: Any = None,
+  ) -> Any:
     """Binds the step to an object whose method it is, as functions do."""
     return self if instance is None else functools.partial(self, instance)
 
   def __repr__(self) -> str:
     return f'data_parallel({self.workers})({_label(self._step)})'
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(
+    self,
+    *args: Any,
+    **kwargs: Any,
+  ) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      call, program, arrays = self._open(args, kwargs)
+      _, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       if not self._has_run and jax.process_count() > 1:
-        agreement.check(self.workers, call.described)
-        arrays = self._place(call, arrays)
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
-      values, returned = program(*self._place(call, arrays))
+      values, returned = program(*arrays)
       return returned.form.merge(values, inner=False)[0]
 
-  def lower(self, *args: Any, **kwargs: Any) -> Any:
+  def lower(
+    self,
+    *args: Any,
+    **kwargs: Any,
+  ) -> Any:
     """Lowers the step, as `jax.jit(step).lower` does, for arrays or shapes."""
     with modules.in_transform():
-      call, program, arrays = self._open(args, kwargs)
-      return program.lower(*self._place(call, arrays))
+      _, program, arrays = self._open(args, kwargs)
+      return program.lower(*arrays)
 
-  def followed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+  def followed(
+    self,
+    *args: Any,
+    **kwargs: Any,
+  ) -> Iterator[Any]:
     """Follows the workers: see `demo_optax.remote.follow`."""
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
-      arrays = self._place(call, arrays)
+      program.trace(*arrays)
     for at, behind, current in program.follow(*arrays):
       with modules.in_transform():
         bound, _ = call.bind(current)
-      yield at, behind, bound.args
+      yield at, behind, bound.args[: len(args)]
 
   def _open(
     self,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
-    """Returns the analysed call, its program, and its arrays."""
+    """Returns the analysed call, its program, and its arrays, placed."""
     given = self._options.signature.bind(*args, **kwargs).arguments
     for name in self._options.static & given.keys():
       given[name] = Constant(given[name], type(given[name]))
@@ -207,6 +198,8 @@ class DataParallelStep:
         objects,
         variables,
       )
+      if not self._known and jax.process_count() > 1:
+        agreement.check(self.workers, call.described)
       self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
@@ -216,11 +209,9 @@ class DataParallelStep:
           ' as self of a method, by its identity.',
           stacklevel=3,
         )
-    return *self._known[key], arrays
-
-  def _place(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
+    call, program = self._known[key]
     place = functools.partial(arguments.place, self.workers)
-    return [*map(place, arrays, call.arrays)]
+    return call, program, [*map(place, arrays, call.arrays)]
 
   def _program(self, call: Call) -> Any:
     run = Runner(self.workers, self._step, call)
@@ -247,8 +238,11 @@ def _label(step: Callable[..., Any]) -> str:
   return getattr(step, '__name__', repr(step))
 
 
-def _listed(step: Callable[..., object], *listed: object) -> frozenset[str]:
-  """Returns the names of the arguments that options of a step list."""
+def _listed(
+  step: Callable[..., object],
+  *listed: object,
+) -> frozenset[str]:
+  """Returns the names that a step's options list by name or position."""
   names = [*inspect.signature(step).parameters]
   known = {*names, *range(len(names))}
   given = jax.tree.leaves(listed)

@@ -27,16 +27,29 @@ def param_specs(
 ) -> Any:
   """Returns the partition specs that a Flax model's own annotations ask for.
 
-  For `Workers.on_mesh(mesh, axis_name, param_specs)`.
+  They are for `Workers.on_mesh(mesh, axis_name, param_specs)`.
+
+  Example:
+    >>> import demo_optax, jax
+    >>> from flax import nnx
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
+    >>> with jax.set_mesh(jax.make_mesh((1,), ('fsdp',))):
+    ...   layer = nnx.Linear(2, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    >>> print(demo_optax.param_specs(layer)['kernel'].get_value())
+    P(None, 'fsdp')
 
   Args:
     model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
-      or `variables['params']` of a Linen model, before `nn.unbox`.
-    rules: pairs `(logical axis, mesh axis or None)`; by default those of the
+      or a Linen model's `variables['params']`, before `nn.unbox`.
+    rules: pairs `(logical axis, mesh axis or None)`; by default the
       surrounding `nnx.logical_axis_rules` or `nn.logical_axis_rules`.
 
   Returns:
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
+
+  Raises:
+    TypeError: what is given is no model with its metadata.
+    ValueError: logical axes without rules.
   """
   nnx = _nnx()
   if nnx is not None and isinstance(model, nnx.Module):
@@ -94,7 +107,7 @@ def in_transform() -> Iterator[None]:
 
 
 def split(objects: Sequence[object]) -> tuple[list[jax.Array], object]:
-  """Returns the arrays of NNX objects, split together, and the structure."""
+  """Splits NNX objects together; returns their arrays and structure."""
   if not objects:
     return [], None
   with _nnx().split_context(_CONTEXT) as context:
@@ -108,7 +121,7 @@ def merge(
   leaves: Sequence[jax.Array],
   inner: bool,
 ) -> list[object]:
-  """Undoes `split`: makes objects `inner` of a step, updates them outside."""
+  """Undoes `split`: makes objects `inner` in a step, updates them outside."""
   if structure is None:
     return []
   graphdef, treedef = structure
@@ -119,14 +132,17 @@ def merge(
 def variables(
   objects: Sequence[object],
 ) -> list[tuple[Keys, Role | None]]:
-  """Returns the path and role (`roles_of`) of each array of `split`."""
+  """Returns for each array from `split` its path and role (`roles_of`)."""
   if not objects:
     return []
   _, flat = _nnx().graph.flatten(list(objects), graph=True)
   return _with_roles(list(zip(flat.paths, flat.leaves)))
 
 
-def check_variables(before: Sequence[Keys], objects: Sequence[object]) -> None:
+def check_variables(
+  before: Sequence[Keys],
+  objects: Sequence[object],
+) -> None:
   """Raises if a step has changed which arrays its NNX objects hold."""
   if not objects:
     return
@@ -158,10 +174,13 @@ def is_equinox(x: object) -> bool:
   return isinstance(x, getattr(sys.modules.get('equinox'), 'Module', ()))
 
 
-def is_array(x: object, in_equinox: bool) -> bool:
+def is_array(
+  x: object,
+  in_equinox: bool,
+) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others.
 
-  Numbers in Equinox modules are none, as in `eqx.filter_jit`: layers decide by
+  Numbers in Equinox modules are not, as in `eqx.filter_jit`: layers decide by
   them what to trace (`eqx.nn.MaxPool2d.init`).
   """
   if isinstance(x, _ARRAYS):
@@ -173,9 +192,9 @@ def is_array(x: object, in_equinox: bool) -> bool:
 def roles_of(tree: object) -> list[Role | None]:
   """Returns the roles that Flax's variables say by their classes.
 
-  `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count of an
-  `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for counts
-  of streams and for variables of optimizers, None for anything else.
+  `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count in an
+  `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for a
+  stream's count and an optimizer's variables, None for anything else.
   """
   nnx = _nnx()
   if nnx is None:
@@ -187,7 +206,7 @@ def roles_of(tree: object) -> list[Role | None]:
 def _with_roles(
   flat: Sequence[tuple[Keys, object]],
 ) -> list[tuple[Keys, Role | None]]:
-  """Returns the paths and roles of the arrays in variables."""
+  """Returns paths and roles for the arrays in variables."""
   nnx = _nnx()
   fields = collections.defaultdict(set)  # of metrics
   for keys, x in flat:

@@ -1,4 +1,4 @@
-"""Parameters of which `local_updates` keeps one copy for each worker.
+"""Parameters that `local_updates` keeps in a copy for each worker.
 
 Inside a step the model has the worker's own copy. Outside it has the one that
 all workers share. Both are in the optimizer state.
@@ -20,11 +20,11 @@ _START = ('worker_stacked', 'start')
 
 
 def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
-  """Finds the parameters of which each worker has its own copy.
+  """Finds the parameters that each worker has in its own copy.
 
-  Returns the number of each, among the arrays with such paths, and those of its
-  copies in the optimizer state: the one that all workers share, the worker's
-  own, and, of one that drifts, where it started.
+  Returns for each its number among the arrays with such paths, and the numbers
+  that its copies in the optimizer state have: the one that all workers share,
+  the worker's own, and where the worker's started, if they drift.
   """
   known = {path: number for number, path in enumerate(paths)}
   found = {}
@@ -42,7 +42,7 @@ def enter(
   arrays: list[jax.Array],
   names: Sequence[Keys],
 ) -> None:
-  """Puts the worker's own copies in the places of the parameters.
+  """Puts the worker's own copies where the parameters are.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
@@ -67,7 +67,7 @@ def enter(
 
 
 def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
-  """Returns the paths of the parameters in states of `local_updates`."""
+  """Returns the parameters' paths in each state that has own copies."""
   roots = collections.defaultdict(list)
   for path in known:
     for start in range(len(path) - 1):
@@ -83,7 +83,7 @@ def _model_of(
   params: Sequence[Keys],
   known: Mapping[Keys, int],
 ) -> Keys:
-  """Returns the path of the model whose parameters a state has."""
+  """Returns at which path the model is that has a state's parameters."""
   models = set()
   for path in known:
     start = path[: len(path) - len(params[0])]

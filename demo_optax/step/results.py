@@ -1,4 +1,4 @@
-"""Makes one value for all workers of each array that a step returns."""
+"""Makes one value for all workers from each array that a step returns."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from demo_optax.workers.variation import Origin
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Rows:
-  """An array of rows of the batch among the results of a step."""
+  """An array whose rows are the batch's, among a step's results."""
 
   value: Any
 
@@ -32,17 +32,17 @@ def _is_rows(x: object) -> bool:
 
 
 def out_batch(tree: Any) -> Any:
-  """Marks arrays that a step returns as rows of its batch.
+  """Marks arrays that a step returns for the rows in its batch.
 
-  For predictions and losses per row: `data_parallel` joins the rows of all
-  workers, along the axis of the first batch. They are `[rows, ...]` in the
+  For predictions and losses per row: `data_parallel` joins all workers'
+  rows, along the first batch's axis. They are `[rows, ...]` in the
   step, and `[all rows, ...]` in what it returns.
 
   Args:
-    tree: arrays with a row for each row of the worker's batch.
+    tree: arrays with a row for each row in the worker's batch.
 
   Raises:
-    ValueError: outside of a step, or of arrays with other axes.
+    ValueError: outside a step, or for arrays with another number of rows.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -65,7 +65,7 @@ class Result:
     name: for messages.
     keys: its path.
     role: see `Role`.
-    at: number of the argument's array whose next value it is, if known.
+    at: the number that the argument's array has whose next value it is.
   """
 
   name: str
@@ -77,9 +77,9 @@ class Result:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-  """What is known of the results of a step that has been traced.
+  """What is known about a step's results, once it has been traced.
 
-  As a static part of the results it leaves `jax.jit` in their structure.
+  It is static: `jax.jit` returns it in the structure.
   """
 
   results: list[Result]
@@ -92,7 +92,7 @@ class Returned:
 
   @property
   def nexts(self) -> list[int | None]:
-    """For each array the number of the shared argument whose next value it is.
+    """For each array the number of the shared argument that it continues.
 
     Momentum is not shared.
     """
@@ -104,9 +104,9 @@ def collect(
   returned: object,
   objects: Sequence[object],
 ) -> tuple[list[jax.Array], Returned]:
-  """Collects the results of a step, then the variables of `objects` after it.
+  """Collects a step's results, then the variables in `objects` after it.
 
-  Returns arrays, and what is known of them.
+  Returns arrays, and what is known about them.
   """
   after, structure = modules.split(objects)
   # nnx.state(model) is what the step has changed in place.
@@ -150,7 +150,7 @@ def settle(
   origin: Origin,
   axis: collectives.Axis,
 ) -> jax.Array:
-  """Makes a result of what each worker returns.
+  """Makes a result from what each worker returns.
 
   Rows have their axis first; what is the worker's own stays as it is. All else
   is made equal on all workers. `old` is the argument whose next value it is.
@@ -188,7 +188,7 @@ def _check_rows(
   x: jax.Array,
   call: Call,
 ) -> None:
-  """Raises for marked rows that are not those of the worker's batch."""
+  """Raises for marked rows that the worker's batch does not have."""
   length = x.shape[call.axis : call.axis + 1]  # () if it has no such axis
   if length != (call.rows,):
     raise ValueError(
@@ -222,7 +222,7 @@ def _role(
   said: Role | None,
   at: int | None,
 ) -> Role:
-  """Returns the role of a result; `said` is what its variable's class says."""
+  """Returns a result's role; `said` is what its variable's class says."""
   if isinstance(x, Rows):
     return Role.BATCH
   if is_stacked(keys):
@@ -238,11 +238,14 @@ def _role(
   return Role.SHARED
 
 
-def _next_values(call: Call, returned: object) -> list[int | None]:
-  """Returns for each array the number of the one it is the next value of.
+def _next_values(
+  call: Call,
+  returned: object,
+) -> list[int | None]:
+  """Returns for each array the number of the argument that it continues.
 
-  None for what is not part of the next value of a shared argument. Arguments of
-  one form are returned in their order.
+  None for what is no part in a shared argument's next value. Arguments with one
+  form are returned in their order.
   """
   seen: collections.Counter[object] = collections.Counter()
   found: list[int | None] = []

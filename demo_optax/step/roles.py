@@ -1,4 +1,4 @@
-"""The roles of arrays in a step."""
+"""The roles that arrays have in a step."""
 
 import enum
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Role(enum.Enum):
-  """Says how workers have an array, and how one value is made of theirs.
+  """Says how workers have an array, and how one value is made from theirs.
 
   ==========  ======================  ====================================
   role        in the step             after it
@@ -14,9 +14,9 @@ class Role(enum.Enum):
   SHARED      the same                the same, or an error
   STACKED     the worker's part       each worker's
   KEY         folded with the number  worker 0's
-  BATCH       the worker's rows       the rows of all workers
-  MEAN        (results only)          the mean of those that are finite
-  STATISTICS  the same                the mean of those that are finite
+  BATCH       the worker's rows       all workers' rows
+  MEAN        (results only)          the mean where finite
+  STATISTICS  the same                the mean where finite
   ADDED       the same                the old value, and all that was added
   ==========  ======================  ====================================
   """
@@ -42,7 +42,11 @@ class Parts(NamedTuple):
   equal: Any  # all workers have the same
 
   @classmethod
-  def of(cls, arrays: Iterable[Any], roles: Iterable[Role]) -> 'Parts':
+  def of(
+    cls,
+    arrays: Iterable[Any],
+    roles: Iterable[Role],
+  ) -> 'Parts':
     """Parts arrays by their roles."""
     parts = cls([], [])
     for x, role in zip(arrays, roles):

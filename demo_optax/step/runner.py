@@ -33,15 +33,15 @@ _ORIGINS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runner:
-  """Runs the step of one call for all workers, or for one separate program.
+  """Runs a step for all workers, or for one separate program.
 
-  Outside of the map a worker's own arrays have a leading axis: `[workers, ...]`
-  of momentum, `[workers, rows of a worker, ...]` of batches.
+  Outside the map a worker's own arrays have a leading axis: momentum is
+  `[workers, ...]`, a batch `[workers, rows, ...]`.
 
   Attributes:
-    workers: those of the step.
+    workers: for which it is run.
     step: written for one worker.
-    call: what is known of the arguments.
+    call: what is known about the arguments.
   """
 
   workers: Workers
@@ -53,7 +53,7 @@ class Runner:
     *arrays: jax.Array,
     index: Any = None,
   ) -> tuple[list[jax.Array], results.Returned]:
-    """Runs the step of all workers, or of the separate program `index`."""
+    """Runs the step for all workers, or for the separate program `index`."""
     workers, call = self.workers, self.call
     given = call.replace(Role.BATCH, self._split, arrays)
     parts = Parts.of(given, call.roles)
@@ -71,8 +71,12 @@ class Runner:
       values.append(results.hold(workers, result, x))
     return values, known
 
-  def _split(self, x: jax.Array, array: Array) -> jax.Array:
-    """Cuts a batch, to `[workers, ..., rows of a worker, ...]`."""
+  def _split(
+    self,
+    x: jax.Array,
+    array: Array,
+  ) -> jax.Array:
+    """Cuts a batch `[..., rows, ...]` to `[workers, ..., rows, ...]`."""
     rows = lift.split_rows(self.workers, jnp.moveaxis(x, array.axis, 0))
     return jnp.moveaxis(rows, 1, array.axis + 1)
 
@@ -82,7 +86,7 @@ class Runner:
     index: jax.Array,
     parts: Parts,
   ) -> _Settled:
-    """Runs the step of a worker that shares no device, or is a program."""
+    """Runs the step for a worker that shares no device, or is a program."""
     parts = Parts([x[0] for x in parts.own], parts.equal)
     found, known = self._one_worker(workers, index, parts)
     return Parts([x[None] for x in found.own], found.equal), known
@@ -135,7 +139,7 @@ class Runner:
     index: jax.Array,
     parts: Parts,
   ) -> _Settled:
-    """Runs the step of worker `index`, with the arrays as it has them."""
+    """Runs the step for worker `index`, with the arrays as it has them."""
     call, axis = self.call, workers.axis
     arrays = parts.joined(call.roles)
     given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
@@ -198,7 +202,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _explained(workers: Workers) -> Iterator[None]:
-  """Adds to errors of JAX and Flax in a step what to do about them."""
+  """Adds to JAX's and Flax's errors in a step what to do about them."""
   try:
     yield
   except Exception as error:

@@ -1,4 +1,4 @@
-"""Checks of how gradients, parameters and batches are laid out."""
+"""Checks how gradients, parameters and weights are laid out."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def params_and_like(
 ) -> tuple[Any, Any]:
   """Returns the parameters with gradients, and what has their shapes.
 
-  Where they are not given, these are the shapes of gradients.
+  Without parameters these are the gradients' shapes.
   """
   if params is not None:
     params = params_of(updates, params)
@@ -76,7 +76,10 @@ def check_gradient(
     )
 
 
-def checked_weight(weight: chex.Numeric, workers: Workers) -> jax.Array:
+def checked_weight(
+  weight: chex.Numeric,
+  workers: Workers,
+) -> jax.Array:
   """Returns weights as float32; raises unless there is one for each worker."""
   weight = jnp.asarray(weight, jnp.float32)
   is_stacked = workers.stacked_gradients and not inside.is_in_step()
@@ -98,7 +101,7 @@ def check_sharding(
 ) -> None:
   """Raises if a parameter's type says that it is sharded as workers do not.
 
-  Only axes of type Explicit are in the types of arrays. There the exchange
+  Only Explicit axes are in the types that arrays have. There the exchange
   would gather the whole gradient in every step, or fail at a reshape.
   """
   shape, found = np.shape(param), jax.typeof(param).sharding

@@ -1,7 +1,7 @@
-"""Collectives of one worker's function, by axis name.
+"""Collectives in one worker's function, by axis name.
 
-The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and maps
-of the caller's own: inside each of them, the axes have names.
+The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and the
+caller's own maps: inside each, the axes have names.
 """
 
 import dataclasses
@@ -49,7 +49,12 @@ meet_p.multiple_results = True
 
 
 @meet_p.def_abstract_eval
-def _(x: Any, *, size: int, early: bool) -> list[Any]:
+def _(
+  x: Any,
+  *,
+  size: int,
+  early: bool,
+) -> list[Any]:
   return [
     jax.core.ShapedArray((size, *x.shape), x.dtype),
     jax.core.ShapedArray((size,), jnp.bool_),
@@ -57,7 +62,11 @@ def _(x: Any, *, size: int, early: bool) -> list[Any]:
   ]
 
 
-def meet(x: jax.Array, programs: Programs, early: bool = False) -> Met:
+def meet(
+  x: jax.Array,
+  programs: Programs,
+  early: bool = False,
+) -> Met:
   """Returns `x` of all workers that are programs.
 
   What is `early` is there before the step, and is sent before all else.
@@ -67,7 +76,7 @@ def meet(x: jax.Array, programs: Programs, early: bool = False) -> Met:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The workers, and the devices of a worker, as seen from inside."""
+  """The workers, and one worker's devices, as seen from inside."""
 
   axis: Axis  # name of the worker axis
   size: int  # number of workers
@@ -107,26 +116,30 @@ class Group:
     return found, None
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
-    """Returns whether `ok` holds on all devices of this worker."""
+    """Returns whether `ok` holds on all devices in this worker."""
     return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
   def over_devices(
     self, reduce: Callable[..., jax.Array], x: jax.Array
   ) -> jax.Array:
-    """Returns a sum or minimum over the devices of this worker."""
+    """Returns a sum or minimum over the devices in this worker."""
     names = tuple(name for name, _ in self.inner)
     return reduce(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
-    """Returns the number of this device along some axes inside its worker."""
+    """Returns this device's number along some axes inside its worker."""
     index: jax.Array | int = 0
     for name, size in self.inner:
       if name in axes:
         index = index * size + jax.lax.axis_index(name)
     return index
 
-  def join_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Concatenates `x` of the devices along some axes inside this worker.
+  def join_devices(
+    self,
+    x: jax.Array,
+    axes: tuple[str, ...],
+  ) -> jax.Array:
+    """Concatenates what devices have along some axes inside this worker.
 
     From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
@@ -136,8 +149,11 @@ class Group:
     return x
 
 
-def gather(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns `x` of all along an axis, `[size, *x.shape]`, the same for all."""
+def gather(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
+  """Returns everyone's `x` along an axis, `[size, *x.shape]`, for everyone."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
   mesh = jax.sharding.get_abstract_mesh()
@@ -159,11 +175,14 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
 ORDERED_BYTES = 1 << 16
 
 
-def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
-  """Returns the sums of arrays along an axis, those of halves in float32.
+def sums(
+  xs: Sequence[jax.Array],
+  axis: Axis,
+) -> list[jax.Array]:
+  """Sums each array along an axis, halves in float32.
 
-  Real arrays of up to `ORDERED_BYTES` are gathered, together, and added from
-  left to right: the sums have the same bits in every map.
+  Real arrays up to `ORDERED_BYTES` are gathered, together, and added from left
+  to right: the sums have the same bits in every map.
   """
   found: dict[int, jax.Array] = {}
   together: dict[object, dict[int, jax.Array]] = {}  # by type
@@ -193,13 +212,19 @@ def _in_order(rows: jax.Array) -> jax.Array:
   if len(rows) <= 16:
     return functools.reduce(jnp.add, list(rows))
 
-  def add(row: jax.Array, added: jax.Array) -> jax.Array:
+  def add(
+    row: jax.Array,
+    added: jax.Array,
+  ) -> jax.Array:
     return added + rows[row]
 
   return jax.lax.fori_loop(1, len(rows), add, rows[0])
 
 
-def total(x: jax.Array, axis: Axis) -> jax.Array:
+def total(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
   return _without_types(lambda x: sums([x], axis)[0], x)
 
@@ -244,7 +269,10 @@ def mean_finite(
   return jnp.where(jnp.isfinite(mean), mean, otherwise)
 
 
-def first(x: jax.Array, axis: Axis) -> jax.Array:
+def first(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return everyones(x, axis)[0]
@@ -252,8 +280,11 @@ def first(x: jax.Array, axis: Axis) -> jax.Array:
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def everyones(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns `x` of all workers, `[workers, *x.shape]`, for any reduction.
+def everyones(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
+  """Returns all workers' `x`, `[workers, *x.shape]`, for any reduction.
 
   An absent worker has what the first one has that is present.
   """
@@ -269,10 +300,10 @@ def _without_types(
   x: jax.Array,
   num_new_axes: int = 0,
 ) -> jax.Array:
-  """Returns `fun(x)`, which adds axes in front of those of `x`.
+  """Returns `fun(x)`, which may add axes in front.
 
   On an Explicit mesh it runs where no type says how arrays are sharded: JAX has
-  no collectives of such types under `vmap`.
+  no collectives with such types under `vmap`.
   """
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
   if not explicit:
@@ -287,7 +318,10 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
   return jnp.dtype(jnp.float32) if is_half else dtype
 
 
-def varies(x: jax.Array, axis: Axis) -> bool:
+def varies(
+  x: jax.Array,
+  axis: Axis,
+) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
   return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
@@ -300,7 +334,10 @@ def is_tracked(axis: Axis) -> bool:
     return False
 
 
-def vary(x: jax.Array, *axes: Axis) -> jax.Array:
+def vary(
+  x: jax.Array,
+  *axes: Axis,
+) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
   new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
   return jax.lax.pcast(x, new, to='varying') if new else x

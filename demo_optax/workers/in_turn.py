@@ -1,7 +1,7 @@
 """Runs a step for one simulated worker after another, between its exchanges.
 
-For steps with operations that `jax.vmap` cannot map, and for models of which
-only one fits the memory at a time.
+For steps with operations that `jax.vmap` cannot map, and for models that
+fit the memory only one at a time.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ def run_in_turn(
 ) -> list[jax.Array]:
   """Runs one worker's program so that `jax.vmap` takes workers in turn.
 
-  `origins` are those of its variables. Equations between two exchanges are one
+  `origins` says which variables differ. Equations between two exchanges are one
   loop over the workers. Those that exchange see all workers; so do loops and
   branches with an exchange inside, whose bodies are mapped.
   """
@@ -37,7 +37,10 @@ def run_in_turn(
   def read(atoms: Sequence[Var | core.Literal]) -> list[jax.Array]:
     return [values[x] if isinstance(x, Var) else x.val for x in atoms]
 
-  def run_loop(eqns: list[JaxprEqn], later: Sequence[JaxprEqn]) -> None:
+  def run_loop(
+    eqns: list[JaxprEqn],
+    later: Sequence[JaxprEqn],
+  ) -> None:
     """Runs equations in a loop; keeps what later ones and results read."""
     used = {*_variables(later), *_only(jaxpr.outvars)}
     outs = [variable for variable in _made(eqns) if variable in used]
@@ -74,7 +77,7 @@ def _part(
   eqns: Sequence[JaxprEqn],
   outs: Sequence[Var],
 ) -> tuple[Callable[..., list[jax.Array]], list[Var]]:
-  """Returns a function of some equations of a program, and what it reads."""
+  """Makes a function from some equations; returns it and what it reads."""
   made = {*_made(eqns)}
   ins = [variable for variable in _variables(eqns) if variable not in made]
   part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)

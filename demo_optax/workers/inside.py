@@ -1,9 +1,9 @@
-"""Operations across workers, called inside of a `data_parallel` step.
+"""Operations across workers, called inside a `data_parallel` step.
 
 A step is traced once, for one worker (`trace`). Where each worker has its own
 device, or is a separate program, exchanges in the step communicate by the
-collectives of that worker. Else the step is run under `jax.vmap`, and an
-exchange is a rule that receives the arrays of all workers.
+that worker's collectives. Else the step is run under `jax.vmap`, and an
+exchange is a rule that receives all workers' arrays.
 """
 
 import functools
@@ -25,6 +25,7 @@ from demo_optax._paths import (
   is_stacked,
   leaf_name,
   leaves_of,
+  path_keys,
 )
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
@@ -58,7 +59,7 @@ def is_in_step() -> bool:
 
 
 def check_in_step(what: str) -> Workers:
-  """Returns the workers of the step; raises outside of a step."""
+  """Returns the workers that the step sees; raises outside a step."""
   workers = traced_step.get()
   if workers is None:
     raise ValueError(
@@ -78,7 +79,7 @@ def _watch_leaves(
   which: Callable[[Any], bool],
   check: Callable[[list[tuple[Keys, Origin]]], None],
 ) -> Tree:
-  """Returns `tree`; leaves a check of the origins of some of its leaves."""
+  """Returns `tree`; leaves a check where some leaves come from."""
   flat = leaves_of(tree)
   chosen = {keys: x for keys, x in flat if which(x)}
   # Not the leaves: what a program closes over must not hold tracers.
@@ -99,7 +100,7 @@ def _is_array(x: object) -> bool:
 
 
 def check_own_gradients(gradients: Tree) -> Tree:
-  """Returns `gradients`; raises if all of them are the same on all workers.
+  """Returns `gradients`; raises if all are the same on all workers.
 
   A single gradient that is the same belongs to an unused parameter.
   """
@@ -122,10 +123,13 @@ def check_own_gradients(gradients: Tree) -> Tree:
   return _watch_leaves(gradients, _tree.is_exchanged, check)
 
 
-def equal(tree: Tree, message: str) -> Tree:
-  """Returns `tree`; raises `message` of an array that differs between workers.
+def equal(
+  tree: Tree,
+  message: str,
+) -> Tree:
+  """Returns `tree`; raises `message` if an array differs between workers.
 
-  `{}` in the message is the name of the leaf.
+  `{}` in the message is the leaf's name.
   """
 
   def check(found: list[tuple[Keys, Origin]]) -> None:
@@ -183,7 +187,10 @@ RETURNED = (
 )
 
 
-def differs_text(name: str, causes: Sequence[str]) -> str:
+def differs_text(
+  name: str,
+  causes: Sequence[str],
+) -> str:
   """Returns the message for a value that must not differ, but does."""
   start = (
     f'{name[0].upper()}{name[1:]} must be the same on all workers, got one'
@@ -241,7 +248,7 @@ def for_workers(
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
   """Returns `update` for the workers that are seen here.
 
-  In a mapped step it takes the arguments of one worker, and returns updates
+  In a mapped step it takes one worker's arguments, and returns updates
   that are equal on all workers, or each worker's with `own_updates`.
   """
   if workers.relay is not None:
@@ -258,69 +265,86 @@ def _call_stacked(
   own_updates: bool,
   *given: Any,
 ) -> tuple[Any, Any]:
-  """Calls an update of all workers from the mapped step of one."""
-  leaves, treedef = jax.tree.flatten(given)
-  has_axis: dict[int, bool] = {}  # of the arrays, by their places
-  outputs: dict[int, bool] = {}  # of the arrays that come back: is it own
-  for place, (keys, x) in enumerate(leaves_of(given)):
-    if not _is_array(x):
-      continue
-    is_update, is_own = keys[0] == 0, is_stacked(keys)
-    has_axis[place] = is_update or is_own
-    if keys[0] < 2:  # Updates and state come first, and come back.
-      outputs[place] = is_own or (is_update and own_updates)
-  arrays = {place: leaves[place] for place in has_axis}
-  for place in has_axis:
-    leaves[place] = None  # What is closed over must not hold tracers.
+  """Calls an update for all workers from the mapped step for one."""
+  *trees, hyperparams = given
+
+  def only(are_arrays: bool) -> Any:
+    return jax.tree.map(
+      lambda x: x if _is_array(x) == are_arrays else None, hyperparams
+    )
+
+  # What is closed over must not hold tracers.
+  traced, constants = only(True), only(False)
+  outputs = jax.tree_util.tree_map_with_path(
+    lambda path, _: is_stacked(path_keys(path)), given[:2]
+  )
+  outputs = jax.tree.map(lambda _: own_updates, given[0]), outputs[1]
 
   def rule(
     size: int,
     batched: Any,
     index: Any,
-    arrays: dict[int, jax.Array],
+    *given: Any,
   ) -> Any:
     del index
-    known = [*leaves]
-    for place, x in arrays.items():
-      if has_axis[place] and not batched[1][place]:  # of an unused parameter
-        x = jnp.broadcast_to(x, (size, *x.shape))
-      known[place] = x
-    updated = update(*treedef.unflatten(known), workers)
-    return jax.tree.leaves(updated), [*outputs.values()]
+
+    def stack(
+      path: Path,
+      x: jax.Array,
+      is_batched: bool,
+    ) -> jax.Array:
+      keys = path_keys(path)  # Updates come first.
+      if is_batched or not (keys[0] == 0 or is_stacked(keys)):
+        return x
+      return jnp.broadcast_to(x, (size, *x.shape))  # of an unused parameter
+
+    *trees, traced = jax.tree_util.tree_map_with_path(
+      stack, given, tuple(batched[1:])
+    )
+    hyperparams = jax.tree.map(
+      lambda x, constant: constant if x is None else x,
+      traced,
+      constants,
+      is_leaf=lambda x: x is None,
+    )
+    return update(*trees, hyperparams, workers), outputs
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
-  def one_worker(index: Any, arrays: dict[int, jax.Array]) -> list[Any]:
+  def one_worker(index: Any, *given: Any) -> Any:
     del index
-    return [arrays[place] for place in outputs]
+    return given[:2]
 
   one_worker.def_vmap(rule)
-  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
-  structure = jax.tree.structure(given[:2])
-  differs = tuple(outputs.values())
-  return structure.unflatten(watch(updated, outputs=differs))
+  number = jax.lax.axis_index(WORKER_AXIS)
+  updated, treedef = jax.tree.flatten(one_worker(number, *trees, traced))
+  differs = tuple(jax.tree.leaves(outputs))
+  return treedef.unflatten(watch(updated, outputs=differs))
 
 
 def over_workers(
   tree: Tree,
   reduce: Callable[..., jax.Array] = jnp.mean,
 ) -> Tree:
-  """Reduces one worker's values over all workers, inside of a step.
+  """Reduces one worker's values over all workers, inside a step.
 
   For what a step decides or returns from all workers' values: skips, counts,
   statistics that are state. It is communication, so keep it small. A gradient
-  is one worker's: what is differentiated is refused, as is the mean of integers
-  or flags that differ.
+  is one worker's: what is differentiated is refused, as are integers or flags
+  that differ, without another reduction than the mean.
 
   Args:
     tree: this worker's arrays.
     reduce: a reduction such as `jnp.mean`, `jnp.sum`, `jnp.min` or `jnp.all`,
       called with `[workers, ...]` and `axis=0`. `jnp.mean`, the default, is the
-      mean of the workers whose array is finite, if any is.
+      mean over the workers whose array is finite, if any is.
 
   Returns:
-    A tree like `tree`, equal on all workers. Of random keys it has worker 0's,
+    A tree like `tree`, equal on all workers. Random keys are worker 0's,
     and with `jnp.mean` integers and flags, which must be equal, as they are.
+
+  Raises:
+    ValueError: outside a step, or in what is differentiated.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -337,7 +361,10 @@ def over_workers(
       f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
     )
 
-  def over(path: Path, x: chex.Numeric) -> jax.Array:
+  def over(
+    path: Path,
+    x: chex.Numeric,
+  ) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))
     if prng.is_key_array(x):
       return collectives.first(x, axis)
@@ -365,7 +392,10 @@ def _undifferentiated(x: Any) -> Any:
 
 
 @functools.partial(_undifferentiated.defjvp, symbolic_zeros=True)
-def _derivative(primals: Any, tangents: Any) -> Any:
+def _derivative(
+  primals: Any,
+  tangents: Any,
+) -> Any:
   (x,), (tangent,) = primals, tangents
   if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
     raise ValueError(

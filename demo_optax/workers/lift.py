@@ -30,10 +30,10 @@ def map_over(
 ) -> Callable[..., Any]:
   """Maps one worker's function, which may communicate, over all workers.
 
-  `fun` takes what one device has of the arguments, trees of arrays, without a
-  worker axis. Results must be equal on all workers, as those of `Workers.group`
-  are, unless their spec is `stacked`. Specs are trees like the arguments and
-  results, of `Spec`.
+  `fun` takes what one device has from the arguments, without a worker axis.
+  Results must be equal on all workers, as `Workers.group` makes them, unless
+  their spec is `stacked`. The arguments and results are trees with arrays, the
+  specs such trees with a `Spec` for each.
   """
   mapped = _Mapped(workers, fun, in_specs, out_specs)
   if workers.kind == 'simulated':
@@ -46,29 +46,41 @@ def map_over(
   return fun
 
 
-def _on_mesh(workers: Workers, spec: Spec) -> P:
-  """Returns the spec of a whole array."""
+def _on_mesh(
+  workers: Workers,
+  spec: Spec,
+) -> P:
+  """Returns a whole array's spec."""
   if not spec.stacked:
     return spec.inner
   return P(workers.spmd_axis_name, *spec.inner)
 
 
-def _named(workers: Workers, spec: P) -> NamedSharding:
+def _named(
+  workers: Workers,
+  spec: P,
+) -> NamedSharding:
   assert workers.mesh is not None
   return NamedSharding(workers.mesh, spec)
 
 
-def _drop_axis(spec: Spec, x: jax.Array) -> jax.Array:
+def _drop_axis(
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
   return x[0] if spec.stacked else x
 
 
-def _add_axis(spec: Spec, x: jax.Array) -> jax.Array:
+def _add_axis(
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
   return x[None] if spec.stacked else x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Mapped:
-  """A function of one worker, and the ways to run it; see `map_over`."""
+  """One worker's function, and the ways to run it; see `map_over`."""
 
   workers: Workers
   fun: Callable[..., Any]
@@ -81,11 +93,14 @@ class _Mapped:
     return jax.tree.map(_add_axis, self.out_specs, self.fun(*own))
 
   def run_on_mesh(self, *args: Any) -> Any:
-    """Runs the function on all devices of the mesh."""
+    """Runs the function on all devices in the mesh."""
     workers = self.workers
     whole = functools.partial(_on_mesh, workers)
 
-    def place_stacked(spec: Spec, x: jax.Array) -> jax.Array:
+    def place_stacked(
+      spec: Spec,
+      x: jax.Array,
+    ) -> jax.Array:
       return reshard(workers, x, whole(spec)) if spec.stacked else x
 
     mapped = jax.shard_map(
@@ -98,18 +113,20 @@ class _Mapped:
     return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
 
   def simulate(self, *args: Any) -> Any:
-    """Runs the function under a `vmap` for each axis of devices.
+    """Runs the function under a `vmap` for each axis.
 
-    What is sharded gets an axis for each of them, before the axis of its
-    blocks.
+    What is sharded gets an axis for the devices, before the axis for the block.
     """
     workers = self.workers
     sizes = {workers.axis_name: workers.count}
     sizes |= workers.param_specs.axis_sizes
     names = [*sizes]
 
-    def axis_of(name: str, spec: Spec) -> int | None:
-      """Returns the axis of an array under the maps of all outer names."""
+    def axis_of(
+      name: str,
+      spec: Spec,
+    ) -> int | None:
+      """Returns where an array has this axis, under maps over outer ones."""
       outer = names[: names.index(name)]
       # From the outermost; None is an axis of the block itself.
       axes: list[str | None] = [workers.axis_name] * spec.stacked
@@ -119,7 +136,10 @@ class _Mapped:
       axes = [axis for axis in axes if axis not in outer]
       return axes.index(name) if name in axes else None
 
-    def mapped(number: jax.Array, *own: Any) -> Any:
+    def mapped(
+      number: jax.Array,
+      *own: Any,
+    ) -> Any:
       del number  # something has to be mapped over every axis
       return self.fun(*own)
 
@@ -146,7 +166,7 @@ def _to_blocks(
   spec: Spec,
   x: jax.Array,
 ) -> jax.Array:
-  """Cuts every sharded dimension to `[*devices, length of a block]`."""
+  """Cuts every sharded dimension to `[*devices, block]`."""
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
@@ -155,7 +175,10 @@ def _to_blocks(
   return x
 
 
-def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
+def _from_blocks(
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
   """Undoes `_to_blocks`."""
   for dim in range(len(spec.inner)):
     at = spec.stacked + dim
@@ -200,7 +223,7 @@ def run_alone(
 def context(
   workers: Workers,
 ) -> contextlib.AbstractContextManager[object]:
-  """Returns the context of one worker's model: layers may look for the mesh."""
+  """Returns the context for one worker's model, which may look for the mesh."""
   if workers.mesh is None:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(workers.mesh.abstract_mesh)
@@ -210,7 +233,7 @@ def context(
 
 
 def numbers(workers: Workers) -> jax.Array:
-  """Returns the numbers of the workers whose arrays are here, int32 `[n]`."""
+  """Returns which workers' arrays are here, int32 `[num_here]`."""
   count = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
     return place(workers, jnp.arange(count, dtype=jnp.int32))
@@ -219,8 +242,11 @@ def numbers(workers: Workers) -> jax.Array:
   return jax.lax.axis_index(workers.axis_name)[None]
 
 
-def stack(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns a copy of `x` for every worker, with a leading worker axis."""
+def stack(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Copies `x` for every worker: with a leading worker axis."""
   if not workers.stacked_gradients:
     # Varying from the start, or a scan over steps would see its type change.
     return vary(x[None], workers.axis)
@@ -230,7 +256,10 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _copies(workers: Workers, x: jax.Array) -> jax.Array:
+def _copies(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
   shape = workers.count, *x.shape
   return place(workers, jnp.broadcast_to(x, shape))
 
@@ -240,7 +269,7 @@ def bucket_zeros(
   workers: Workers,
   types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[jax.Array]:
-  """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
+  """Returns zeros in each `Workers.bucket_shape`, allocated sharded."""
   devices = (1,) if workers.param_specs.axes else ()
 
   # Each device makes its shard. jnp.zeros(device=sharding) in a jit would make
@@ -255,7 +284,10 @@ def bucket_zeros(
   return map_over(workers, zeros, (), [workers.bucket_spec] * len(types))()
 
 
-def place(workers: Workers, x: jax.Array) -> jax.Array:
+def place(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
   """Returns `x [count, ...]`, each worker's part where the worker is."""
   if workers.mesh is None:
     return x
@@ -268,12 +300,15 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def spread(workers: Workers, x: jax.Array) -> jax.Array:
-  """Shards the first axis of one worker's array over the worker's devices.
+def spread(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Shards one worker's array along its first axis, over the worker's devices.
 
-  Pads it to a multiple of their number. Leaves it as it is if it is shorter
-  than half of that, and for two devices, whose products of shards move as few
-  bytes. Called in `context`.
+  Pads it, to divide by their number. Leaves it as it is if it has fewer rows
+  than half the devices, and for two devices, where products with shards move as
+  few bytes. Called in `context`.
   """
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
@@ -285,7 +320,10 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
-def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
+def split_rows(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
   """Returns a batch `[workers * b, ...]` as rows `[workers, b, ...]`."""
   shape = (workers.num_here, -1, *x.shape[1:])
   if not workers.is_explicit:
@@ -298,7 +336,10 @@ def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
-def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
+def join_rows(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
   """Returns rows `[workers, b, ...]` as a batch: undoes `split_rows`."""
   shape = (-1, *x.shape[2:])
   if not workers.is_explicit:

@@ -1,13 +1,13 @@
-"""Finds which values differ between workers, in the program of one worker.
+"""Finds which values differ between workers, in one worker's program.
 
 A `data_parallel` step is traced once, for one worker. `follow` takes the
-worker's own arrays (rows of a batch, momentum, random keys) through that
+worker's own arrays (a batch's rows, momentum, random keys) through that
 program. What is computed from them differs between workers, until a collective
-over all workers makes one value of it. On the way it asks the checks that
+over all workers makes one value. On the way it asks the checks that
 `watch` has left in the program.
 
-Types of arrays (`jax.shard_map` with `check_vma`) say the same of a step on a
-mesh, but they need a rule for every primitive, and turn the gradient of
+Array types (`jax.shard_map` with `check_vma`) say the same about a step on a
+mesh, but they need a rule for every primitive, and turn the gradient for
 parameters that all workers share into a sum.
 """
 
@@ -70,16 +70,19 @@ def watch(
   check: Check | None = None,
   outputs: tuple[bool, ...] | None = None,
 ) -> list[jax.Array]:
-  """Returns `arrays`; leaves a check of them in the program.
+  """Returns `arrays`; leaves a check in the program.
 
-  `outputs` says which results of an exchange differ between workers.
+  `outputs` says which results an exchange makes different for workers.
   """
   return watch_p.bind(*arrays, check=check, outputs=outputs)
 
 
 @watch_p.def_impl
 @watch_p.def_abstract_eval
-def _identity(*arrays: Any, **params: object) -> list[Any]:
+def _identity(
+  *arrays: Any,
+  **params: object,
+) -> list[Any]:
   del params
   return list(arrays)
 
@@ -121,9 +124,9 @@ def follow(
 ) -> tuple[Origins, Mapping[Var, Origin]]:
   """Follows what is a worker's own through the worker's program.
 
-  `inputs` are the origins of its inputs. `axis` is that of the workers in the
-  program. Returns the origins of its outputs, and those of all variables, also
-  of the programs inside of it.
+  `inputs` are its inputs' origins. `axis` is the workers' axis in the program.
+  Returns its outputs' origins, and those of all variables, also in the programs
+  inside it.
 
   Raises:
     ValueError: by a check of `watch`.
@@ -139,7 +142,7 @@ def waits(
 ) -> bool:
   """Returns whether workers wait for each other in an equation.
 
-  True as well for equations of the primitives `also`, by name.
+  True as well for the primitives `also`, by name.
   """
   name, params = eqn.primitive.name, eqn.params
   is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
@@ -159,19 +162,22 @@ def _waits_in(
   return any(waits(eqn, axis, also) for eqn in jaxpr.eqns)
 
 
-def _is_over(params: Mapping[str, Any], axis: Axis) -> bool:
+def _is_over(
+  params: Mapping[str, Any],
+  axis: Axis,
+) -> bool:
   """Returns whether a collective with these parameters is over an axis."""
   names = params.get('axes', params.get('axis_name', ()))
   return axis in (names if isinstance(names, tuple) else (names,))
 
 
 def _computed(origins: Origins) -> Origins:
-  """Returns the origins of what is computed from each value: no batch."""
+  """Returns origins for what is computed from each value: no batch."""
   return [origin & ~Origin.ROWS for origin in origins]
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
-  """Returns the origin of what is computed from values."""
+  """Returns the origin that a value has which is computed from several."""
   computed = functools.reduce(operator.or_, origins, _SAME)
   return computed & ~Origin.ROWS
 
@@ -180,7 +186,7 @@ def _origins_of(
   known: Mapping[Var, Origin],
   atoms: Iterable[object],
 ) -> Origins:
-  """Returns the origins of variables and constants."""
+  """Returns the origins that variables and constants have."""
   origins = []
   for atom in atoms:
     origin = _SAME
@@ -191,15 +197,19 @@ def _origins_of(
 
 
 class _Follower:
-  """Follows values through a program and the programs inside of it."""
+  """Follows values through a program and the programs inside it."""
 
   def __init__(self, axis: Axis):
     self._axis = axis
     self._checks = True  # not while a loop is followed to its fixed point
     self.found: dict[Var, Origin] = {}
 
-  def follow(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
-    """Returns the origins of a program's outputs."""
+  def follow(
+    self,
+    jaxpr: Jaxpr,
+    inputs: Origins,
+  ) -> Origins:
+    """Returns a program's outputs' origins."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
       outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
@@ -208,8 +218,12 @@ class _Follower:
       self.found[variable] = self.found.get(variable, _SAME) | origin
     return _origins_of(known, jaxpr.outvars)
 
-  def _outputs(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
-    """Returns the origins of the outputs of an equation."""
+  def _outputs(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
+    """Returns the origins that an equation's outputs have."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     match name:
       case 'scan':
@@ -273,7 +287,7 @@ class _Follower:
     carry: Origins,
     after: Origins,
   ) -> Origins:
-    """Returns the origins of a loop's outputs, at the fixed point."""
+    """Returns a loop's outputs' origins, at the fixed point."""
     did_check, self._checks = self._checks, False
     carry = _computed(carry)
     old: Origins = []
@@ -286,7 +300,11 @@ class _Follower:
     outputs = self.follow(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
-  def _scan(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
+  def _scan(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     body = eqn.params['jaxpr'].jaxpr
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
@@ -322,7 +340,11 @@ class _Follower:
     self._check_common(ends, [body])
     return [_joined([x, ends]) for x in carry]
 
-  def _cond(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
+  def _cond(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)
@@ -347,7 +369,10 @@ class _Follower:
       )
 
 
-def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+def _num_equal(
+  outer: Sequence[Any],
+  inner: Sequence[Any],
+) -> int:
   """Counts the variables that have the same shape in both programs."""
   pairs = zip(outer, inner, strict=True)
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
