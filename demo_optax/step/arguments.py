@@ -248,11 +248,12 @@ def analyse(
       else:
         _check_hashable(keys, x.value)
     if name not in options.batches and len(arrays) > start:
-      # The step sees no axis of workers.
+      # As the step sees them, without the axis of workers.
       own = arrays[start:]
       shapes = [x.shape[x.role is Role.STACKED :] for x in own]
       state = StateForm(jax.tree.structure(value), tuple(shapes))
       states.setdefault(state, []).append(start)
+  # Arrays of Flax objects follow, by the path of the object in the arguments.
   said = modules.variables(objects)
   for ((number, *rest), role), x in zip(said, variables):
     keys = *paths[number], *rest
@@ -269,7 +270,7 @@ def analyse(
     rows=_rows(workers, cut),
     axis=cut[0].axis if cut else 0,
     states=states,
-    own_params=own_params.find([array.keys for array in arrays]),
+    own_params=own_params.find(arrays),
   )
 
 
@@ -296,6 +297,7 @@ def _array(
   said: Role | None,
 ) -> Array:
   """Analyses an array; `said` is what its variable's class says."""
+  # Also for Python's numbers, whose dtype JAX chooses.
   name = keys[0]
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
   has_rows = name in options.batches and bool(struct.shape)
@@ -400,6 +402,7 @@ def _check_batches(
   cut: Sequence[Array],
 ) -> None:
   """Raises for a batch without arrays to cut, unless it is empty."""
+  # One batch of several may be empty, such as an optional mask.
   wrong = []
   for name in sorted(options.batches & named.keys()):
     has_leaves = jax.tree.leaves(named[name], is_leaf=_is_constant)

@@ -182,12 +182,14 @@ class DataParallelStep:
     given = self._options.signature.bind(*args, **kwargs).arguments
     for name in self._options.static & given.keys():
       given[name] = Constant(given[name], type(given[name]))
+    # Flax objects are split together, since they may share variables.
     objects: list[object] = []
     values = arguments.only_arrays([*given.values()], objects)
     arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
     form = arguments.Form(treedef, structure)
     arrays += variables
+    # All that a program is for: structure, constants, shapes.
     key = tuple(given), form, tuple(map(_type_of, arrays))
     if key not in self._known:
       call = arguments.analyse(

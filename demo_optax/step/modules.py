@@ -140,22 +140,23 @@ def variables(
 
 
 def check_variables(
-  before: Sequence[Keys],
+  before: Sequence[tuple[Keys, Role | None]],
   objects: Sequence[object],
 ) -> None:
-  """Raises if a step has changed which arrays its NNX objects hold."""
+  """Raises if NNX objects hold other arrays than the `variables` before."""
   if not objects:
     return
-  after = [keys for keys, _ in variables(objects)]
-  changed = {*before} ^ {*after}
+  # By their paths: values may change, and the objects' other attributes.
+  known, after = dict(before), dict(variables(objects))
+  changed = known.keys() ^ after.keys()
   for keys, node in _nnx().iter_graph(list(objects)):
     if not is_object(node):
       continue
     for name, x in vars(node).items():
       path = (*keys, name)
-      if isinstance(x, jax.core.Tracer) and path not in before:
+      if isinstance(x, jax.core.Tracer) and path not in known:
         changed.add(path)  # in a plain attribute
-  if changed or after != [*before]:
+  if changed or [*after] != [*known]:
     raise ValueError(
       'A step must not add or remove arrays of its Flax objects, got'
       f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
@@ -208,7 +209,8 @@ def _with_roles(
 ) -> list[tuple[Keys, Role | None]]:
   """Returns paths and roles for the arrays in variables."""
   nnx = _nnx()
-  fields = collections.defaultdict(set)  # of metrics
+  # A metric is an average by the fields that it has.
+  fields = collections.defaultdict(set)
   for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
       fields[keys[:-1]].add(keys[-1])

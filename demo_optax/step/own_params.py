@@ -7,6 +7,7 @@ all workers share. Both are in the optimizer state.
 import collections
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,14 @@ _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
 _START = ('worker_stacked', 'start')
 
 
-def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
+def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
   """Finds the parameters that each worker has in its own copy.
 
-  Returns for each its number among the arrays with such paths, and the numbers
+  Returns for each its number among the arrays, by their `keys`, and the numbers
   that its copies in the optimizer state have: the one that all workers share,
   the worker's own, and where the worker's started, if they drift.
   """
-  known = {path: number for number, path in enumerate(paths)}
+  known = {array.keys: number for number, array in enumerate(arrays)}
   found = {}
   for root, params in _states(known).items():
     model = _model_of(root, params, known)
@@ -40,18 +41,19 @@ def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
 def enter(
   params: Mapping[int, Sequence[int]],
   arrays: list[jax.Array],
-  names: Sequence[Keys],
+  known: Sequence[Any],
 ) -> None:
   """Puts the worker's own copies where the parameters are.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
   """
+  # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
   for number, (shared, own, *_) in params.items():
     x, old = arrays[number], arrays[own]
     if (x.shape, x.dtype) != (old.shape, old.dtype):
-      name = dotted(names[number])
+      name = known[number].name
       raise ValueError(
         f'{name} must be {old.dtype}{list(old.shape)} as in the state of'
         f' local_updates, got {x.dtype}{list(x.shape)}. Make the state with'
@@ -68,6 +70,7 @@ def enter(
 
 def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   """Returns the parameters' paths in each state that has own copies."""
+  # A state is known by two fields beside each other.
   roots = collections.defaultdict(list)
   for path in known:
     for start in range(len(path) - 1):
@@ -84,6 +87,7 @@ def _model_of(
   known: Mapping[Keys, int],
 ) -> Keys:
   """Returns at which path the model is that has a state's parameters."""
+  # A model has all parameters of the state, below one path.
   models = set()
   for path in known:
     start = path[: len(path) - len(params[0])]

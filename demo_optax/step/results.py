@@ -120,6 +120,7 @@ def collect(
     )
   marked = leaves_of({'result': returned}, _is_rows)
   returned = jax.tree.map(_without_mark, returned, is_leaf=_is_rows)
+  # In the same order: each array, the argument it continues, what Flax says.
   nexts, said = _next_values(call, returned), modules.roles_of(returned)
   results = []
   for (keys, x), at, role in zip(marked, nexts, said):
@@ -134,10 +135,11 @@ def collect(
     results.append(Result(name, array.keys, role, at))
     values.append(x)
   # The model that is returned is the one that all workers share.
-  copies = own_params.find([result.keys for result in results])
+  copies = own_params.find(results)
   for number, (shared, *_) in copies.items():
     results[number].role = Role.SHARED
     values[number] = values[shared].astype(values[number].dtype)
+  # Python's numbers become arrays, as from jax.jit.
   form = Form(jax.tree.structure(returned), structure)
   return [*map(jnp.asarray, values)], Returned(results, form)
 
@@ -155,6 +157,7 @@ def settle(
   Rows have their axis first; what is the worker's own stays as it is. All else
   is made equal on all workers. `old` is the argument whose next value it is.
   """
+  # Whether or not it differs.
   match result.role:
     case Role.STACKED:
       return x
@@ -171,6 +174,7 @@ def settle(
       )
   if not origin.differs:
     return x
+  # What differs needs a way to one value, or it is a mistake.
   match result.role:
     case Role.KEY:  # all go on from one key, and fold it again
       return collectives.first(x, axis)
@@ -204,6 +208,7 @@ def hold(
   x: jax.Array,
 ) -> jax.Array:
   """Returns a result where it belongs."""
+  # Without types XLA would choose, and the next call compile again.
   types_say_it = workers.mesh is None or workers.is_explicit
   is_state = result.at is not None or result.role is Role.STACKED
   if types_say_it or (x.ndim and not is_state):

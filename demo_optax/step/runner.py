@@ -77,6 +77,7 @@ class Runner:
     array: Array,
   ) -> jax.Array:
     """Cuts a batch `[..., rows, ...]` to `[workers, ..., rows, ...]`."""
+    # split_rows: from [rows, ...] to [workers, rows, ...].
     rows = lift.split_rows(self.workers, jnp.moveaxis(x, array.axis, 0))
     return jnp.moveaxis(rows, 1, array.axis + 1)
 
@@ -87,6 +88,7 @@ class Runner:
     parts: Parts,
   ) -> _Settled:
     """Runs the step for a worker that shares no device, or is a program."""
+    # From [1, ...] to the worker's own, and back.
     parts = Parts([x[0] for x in parts.own], parts.equal)
     found, known = self._one_worker(workers, index, parts)
     return Parts([x[None] for x in found.own], found.equal), known
@@ -100,6 +102,7 @@ class Runner:
       return self._run_alone(Workers.on_axis(axis), index, parts)
 
     specs = Parts(P(axis), P())
+    # Explicit types must say where arrays are before a map takes them.
     placed = []
     for spec, arrays in zip(specs, parts):
       placed.append([lift.reshard(workers, x, spec) for x in arrays])
@@ -143,9 +146,9 @@ class Runner:
     call, axis = self.call, workers.axis
     arrays = parts.joined(call.roles)
     given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    # `local_updates`: the model in the step is the worker's.
     if call.own_params:
-      names = [array.keys for array in call.arrays]
-      own_params.enter(call.own_params, given, names)
+      own_params.enter(call.own_params, given, call.arrays)
     # In the step nothing has a worker axis.
     seen = dataclasses.replace(
       workers, num_workers=self.workers.count, stacked_state=False
@@ -159,6 +162,7 @@ class Runner:
         values = run_in_turn(closed, of_all, axis, given)
       else:
         values = core.jaxpr_as_fun(closed)(*given)
+    # A variable that a step returns as it was is an input of its program.
     inputs_at = {id(x): number for number, x in enumerate(closed.jaxpr.invars)}
     for number, result in enumerate(known.results):
       x, aval = values[number], closed.out_avals[number]
@@ -168,6 +172,7 @@ class Runner:
       if result.role is Role.KEY and unchanged is not None:
         values[number] = arrays[unchanged]  # the next step folds it again
         continue
+      # The argument that the result continues, such as statistics.
       old = None
       if result.at is not None:
         old = arrays[result.at]
@@ -184,7 +189,7 @@ class Runner:
     bound, objects = self.call.bind(given)
     before = modules.variables(objects)
     returned = self.step(*bound.args, **bound.kwargs)
-    modules.check_variables([keys for keys, _ in before], objects)
+    modules.check_variables(before, objects)
     return results.collect(self.call, returned, objects)
 
   def _origins(self) -> list[Origin]:

@@ -44,6 +44,7 @@ def check_gradient(
 ) -> None:
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)
+  # Stacked gradients have a leading worker axis.
   lead: tuple[int, ...] = ()
   if workers.stacked_gradients:
     lead = (workers.count,)
@@ -65,6 +66,7 @@ def check_gradient(
     )
   if lead or not is_exchanged(gradient):
     return
+  # Known where the caller's shard_map tracks it (check_vma).
   axis = workers.axis_name
   if is_tracked(axis) and not varies(gradient, axis):
     raise ValueError(
@@ -81,6 +83,7 @@ def checked_weight(
   workers: Workers,
 ) -> jax.Array:
   """Returns weights as float32; raises unless there is one for each worker."""
+  # Numbers of tokens are integers, and may be Python's.
   weight = jnp.asarray(weight, jnp.float32)
   is_stacked = workers.stacked_gradients and not inside.is_in_step()
   shape = (workers.count,) if is_stacked else ()
@@ -108,6 +111,7 @@ def check_sharding(
   if not names_of(found.spec) or not workers.stacked_gradients:
     return
   expected = workers.param_specs.place(path, shape).spec
+  # Axes with one device cut nothing.
   own = keep(found.spec, [a for a, n in found.mesh.shape.items() if n > 1])
   if own not in (P(), expected):
     raise ValueError(

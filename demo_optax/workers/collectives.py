@@ -55,6 +55,7 @@ def _(
   size: int,
   early: bool,
 ) -> list[Any]:
+  # The fields of `Met`.
   return [
     jax.core.ShapedArray((size, *x.shape), x.dtype),
     jax.core.ShapedArray((size,), jnp.bool_),
@@ -123,6 +124,7 @@ class Group:
     self, reduce: Callable[..., jax.Array], x: jax.Array
   ) -> jax.Array:
     """Returns a sum or minimum over the devices in this worker."""
+    # Not over an axis that nothing is spread over: it would be a collective.
     names = tuple(name for name, _ in self.inner)
     return reduce(vary(x, *names), names) if names else x
 
@@ -145,6 +147,7 @@ class Group:
     """
     for name, _ in reversed(self.inner):
       if name in axes:
+        # From [devices, rows, ...] along one axis.
         x = jax.lax.collapse(gather(x, name), 0, 2)
     return x
 
@@ -197,7 +200,8 @@ def sums(
       found[number] = jax.lax.psum(wide, axis)
   for arrays in together.values():
     flat, parts_of = flatten_util.ravel_pytree(arrays)
-    found |= parts_of(_in_order(gather(flat, axis)))  # of [workers, elements]
+    rows = gather(flat, axis)  # [workers, elements]
+    found |= parts_of(_in_order(rows))
   return [found[number].astype(x.dtype) for number, x in enumerate(xs)]
 
 
@@ -209,6 +213,7 @@ def _is_ordered(x: jax.Array) -> bool:
 
 def _in_order(rows: jax.Array) -> jax.Array:
   """Returns the sum over the first axis, from left to right."""
+  # A program without a loop for few workers, of one size for many.
   if len(rows) <= 16:
     return functools.reduce(jnp.add, list(rows))
 
@@ -249,11 +254,13 @@ def mean_finite(
         rows, present, _ = meet(wide, axis)
       else:
         rows = gather(wide, axis)
+      # rows[workers, *x.shape], finite: bool[workers]
       finite = jnp.isfinite(rows).all(tuple(range(1, rows.ndim))) & present
       each = finite.reshape(-1, *(1,) * x.ndim)  # bool[workers, 1, ...]
       added = _in_order(jnp.where(each, rows, jnp.zeros_like(rows)))
       count = jnp.sum(finite, dtype=jnp.int32)
     else:
+      # Too large to be gathered.
       is_finite = jnp.isfinite(wide).all()
       wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
       added, count = sums([wide, is_finite.astype(jnp.int32)], axis)
@@ -266,6 +273,7 @@ def mean_finite(
   mean = _without_types(mean_of, x)
   if otherwise is None:
     return mean
+  # Statistics keep a number whose mean is not finite.
   return jnp.where(jnp.isfinite(mean), mean, otherwise)
 
 
@@ -291,6 +299,7 @@ def everyones(
   if not isinstance(axis, Programs):
     return gather(x, axis)
   rows, present, _ = meet(x, axis)
+  # Zeros would count in a minimum or a product.
   some = rows[jnp.argmax(present)]
   return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
 
@@ -308,6 +317,7 @@ def _without_types(
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
   if not explicit:
     return fun(x)
+  # Inside a worker the result is sharded as `x` is.
   spec = P(*[None] * num_new_axes, *jax.typeof(x).sharding.spec)
   return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=spec)(x)
 

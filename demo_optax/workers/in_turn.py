@@ -45,6 +45,7 @@ def run_in_turn(
     used = {*_variables(later), *_only(jaxpr.outvars)}
     outs = [variable for variable in _made(eqns) if variable in used]
     part, ins = _part(jaxpr, eqns, outs)
+    # Without an input that differs between workers it runs once.
     for variable, x in zip(outs, sequential_vmap(part)(*read(ins))):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
@@ -54,6 +55,7 @@ def run_in_turn(
   for number, eqn in enumerate(jaxpr.eqns):
     is_mapped = waits(eqn, axis, _MAPPED)
     is_own = any(origins[variable].differs for variable in eqn.outvars)
+    # What workers share runs at once, unless it reads what is waiting.
     is_ready = values.keys() >= {*_variables([eqn])}
     if not is_mapped and (is_own or not is_ready):
       waiting.append(eqn)
@@ -61,6 +63,7 @@ def run_in_turn(
     if is_mapped:
       run_loop(waiting, jaxpr.eqns[number:])
       waiting = []
+    # A function may have exchanges inside, and much else between them.
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
       inner = eqn.params['jaxpr']
       results = run_in_turn(inner, origins, axis, read(eqn.invars))
@@ -68,7 +71,7 @@ def run_in_turn(
       part, ins = _part(jaxpr, [eqn], eqn.outvars)
       results = part(*read(ins))
     values.update(zip(eqn.outvars, results))
-  run_loop(waiting, [])
+  run_loop(waiting, [])  # what only results read
   return read(jaxpr.outvars)
 
 

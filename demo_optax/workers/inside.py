@@ -232,6 +232,7 @@ def check_arguments(
       x = _tree.zero_update(x, param, 0)
     gradients.append(jnp.asarray(x))
   updates = jax.tree.structure(updates).unflatten(gradients)
+  # By the words in errors.
   shared = {
     'optimizer state': state,
     'parameter': params,
@@ -253,6 +254,7 @@ def for_workers(
   """
   if workers.relay is not None:
     check_in_step(f'The update for {workers}')
+  # Outside a step, or on a device that is a worker, they communicate directly.
   seen = traced_step.get() or workers
   if seen.axis_name == WORKER_AXIS:
     return functools.partial(_call_stacked, update, workers, own_updates)
@@ -266,6 +268,7 @@ def _call_stacked(
   *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update for all workers from the mapped step for one."""
+  # Updates, state and parameters are arrays; some hyperparameters are numbers.
   *trees, hyperparams = given
 
   def only(are_arrays: bool) -> Any:
@@ -278,6 +281,7 @@ def _call_stacked(
   outputs = jax.tree_util.tree_map_with_path(
     lambda path, _: is_stacked(path_keys(path)), given[:2]
   )
+  # By leaf of updates and state, whether it is the worker's own.
   outputs = jax.tree.map(lambda _: own_updates, given[0]), outputs[1]
 
   def rule(
@@ -301,6 +305,7 @@ def _call_stacked(
     *trees, traced = jax.tree_util.tree_map_with_path(
       stack, given, tuple(batched[1:])
     )
+    # Here all are stacked: updates [workers, ...], momentum [workers, rows, n].
     hyperparams = jax.tree.map(
       lambda x, constant: constant if x is None else x,
       traced,
@@ -369,6 +374,7 @@ def over_workers(
     if prng.is_key_array(x):
       return collectives.first(x, axis)
     if reduce is jnp.mean:
+      # A worker with NaN is left out, as the exchange does.
       if _tree.is_inexact(x):
         return collectives.mean_finite(x, axis)
       name = f'x.{leaf_name(path)}' if path else 'x'
@@ -380,7 +386,8 @@ def over_workers(
       )
     if reduce is jnp.sum and jax.eval_shape(reduce, x).dtype == x.dtype:
       return collectives.total(x, axis)  # with the same bits in every map
-    return reduce(collectives.everyones(x, axis), axis=0)
+    rows = collectives.everyones(x, axis)  # [workers, *x.shape]
+    return reduce(rows, axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
 

@@ -40,6 +40,7 @@ def map_over(
     return mapped.simulate
   if workers.mesh is not None:
     return mapped.run_on_mesh
+  # In a step nothing is stacked: the function runs as it is.
   specs = jax.tree.leaves((in_specs, out_specs))
   if any(spec.stacked for spec in specs):
     return mapped.run_on_device
@@ -64,20 +65,6 @@ def _named(
   return NamedSharding(workers.mesh, spec)
 
 
-def _drop_axis(
-  spec: Spec,
-  x: jax.Array,
-) -> jax.Array:
-  return x[0] if spec.stacked else x
-
-
-def _add_axis(
-  spec: Spec,
-  x: jax.Array,
-) -> jax.Array:
-  return x[None] if spec.stacked else x
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Mapped:
   """One worker's function, and the ways to run it; see `map_over`."""
@@ -89,20 +76,27 @@ class _Mapped:
 
   def run_on_device(self, *args: Any) -> Any:
     """Runs the function where this device is the worker."""
-    own = jax.tree.map(_drop_axis, self.in_specs, args)
-    return jax.tree.map(_add_axis, self.out_specs, self.fun(*own))
+    # The worker's own [1, ...] without the worker axis, and back.
+    own = jax.tree.map(
+      lambda spec, x: x[0] if spec.stacked else x, self.in_specs, args
+    )
+    return jax.tree.map(
+      lambda spec, x: x[None] if spec.stacked else x,
+      self.out_specs,
+      self.fun(*own),
+    )
 
   def run_on_mesh(self, *args: Any) -> Any:
     """Runs the function on all devices in the mesh."""
     workers = self.workers
     whole = functools.partial(_on_mesh, workers)
 
-    def place_stacked(
-      spec: Spec,
-      x: jax.Array,
-    ) -> jax.Array:
-      return reshard(workers, x, whole(spec)) if spec.stacked else x
-
+    # Types of parameters say already where they are.
+    placed = jax.tree.map(
+      lambda spec, x: reshard(workers, x, whole(spec)) if spec.stacked else x,
+      self.in_specs,
+      args,
+    )
     mapped = jax.shard_map(
       self.run_on_device,
       mesh=workers.mesh,
@@ -110,7 +104,7 @@ class _Mapped:
       out_specs=jax.tree.map(whole, self.out_specs),
       check_vma=workers.stacked_gradients,  # `meet` has no such types
     )
-    return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
+    return mapped(*placed)
 
   def simulate(self, *args: Any) -> Any:
     """Runs the function under a `vmap` for each axis.
@@ -167,6 +161,7 @@ def _to_blocks(
   x: jax.Array,
 ) -> jax.Array:
   """Cuts every sharded dimension to `[*devices, block]`."""
+  # From the last dimension, so that those before keep their places.
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
@@ -201,6 +196,7 @@ def run_alone(
   """
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
+    # One worker's arrays are whole here, and may be spread over its devices.
     mapped = jax.vmap(
       fun,
       in_axes=(0, 0, None),
@@ -260,6 +256,7 @@ def _copies(
   workers: Workers,
   x: jax.Array,
 ) -> jax.Array:
+  # Compiled, so that each copy is made where its worker is.
   shape = workers.count, *x.shape
   return place(workers, jnp.broadcast_to(x, shape))
 
@@ -295,6 +292,7 @@ def place(
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
     return reshard(workers, x, P(axis, *old[1:]))
+  # XLA decides how the worker's devices share its part.
   others = [P.UNCONSTRAINED] * (x.ndim - 1)
   sharding = _named(workers, P(axis, *others))
   return jax.lax.with_sharding_constraint(x, sharding)
@@ -313,6 +311,7 @@ def spread(
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
     return x
+  # From [rows, ...] to [rows up to a multiple of the devices, ...].
   padding = [(0, 0)] * x.ndim
   padding[0] = 0, -len(x) % devices
   x = jnp.pad(x, padding)

@@ -135,6 +135,7 @@ class ParamSpecs:
         f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
         ' dimension of it, or replicate it: P().'
       )
+    # Along axes with one device nothing is cut, also if the user names them.
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
@@ -146,6 +147,8 @@ class ParamSpecs:
     """Returns the spec for a bucket or parameter, without the worker axis."""
     if is_bucket(keys):
       return self.bucket_spec
+    # A parameter's path ends that of its moment in an optimizer's state, which
+    # may have another shape.
     for start in range(len(keys) + 1):
       spec = self._spec_above(keys[start:])
       if spec is not None and self._blocks(spec, shape) is not None:
@@ -196,6 +199,7 @@ def keep(
   for dim in range(len(spec)):
     kept = [axis for axis in entry(spec, dim) if axis in axes]
     entries.append(tuple(kept) or None)
+  # P(None) and P() are equal layouts, but not equal.
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)

@@ -144,6 +144,7 @@ def waits(
 
   True as well for the primitives `also`, by name.
   """
+  # By parameters, since JAX has many collectives.
   name, params = eqn.primitive.name, eqn.params
   is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
   is_collective = _is_over(params, axis) and name != 'axis_index'
@@ -232,6 +233,7 @@ class _Follower:
         return self._while(eqn, inputs)
       case 'cond':
         return self._cond(eqn, inputs)
+      # Our own two: a check or an exchange, and a meeting at the relay.
       case watch_p.name:
         return self._watch(eqn, inputs)
       case meet_p.name:  # rows, who is present, whether this worker is
@@ -288,6 +290,7 @@ class _Follower:
     after: Origins,
   ) -> Origins:
     """Returns a loop's outputs' origins, at the fixed point."""
+    # Checks wait: what is carried is not known to differ yet.
     did_check, self._checks = self._checks, False
     carry = _computed(carry)
     old: Origins = []
@@ -345,6 +348,7 @@ class _Follower:
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
+    # A worker's own branch makes all of its results the worker's own.
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)

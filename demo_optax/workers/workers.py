@@ -140,6 +140,7 @@ class Workers:
         f'The axes {mesh.axis_names} of the mesh must have one type, got'
         f' {mesh.axis_types}. Make all Auto or all Explicit.'
       )
+    # All other axes are inside a worker.
     inner = dict(mesh.shape)
     del inner[axis_name]
     specs = ParamSpecs.of(param_specs, inner, axis_name)
@@ -315,6 +316,7 @@ class Workers:
       x: jax.Array,
     ) -> jax.Array:
       sharding = self.sharding(path_keys(path), np.shape(x))
+      # Momentum is spread, and parameters may be as the user likes.
       if is_on(self.mesh, x) and (
         sharding.spec == P() or not x.is_fully_replicated
       ):
@@ -373,5 +375,6 @@ def put(
   if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  # Each process passes the same values, and places those for its devices.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
