@@ -7,7 +7,7 @@ type says is one worker's own: momentum in an exchange's state, and random keys.
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,10 +18,17 @@ from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.roles import Role
+from demo_optax.step.trees import (
+  Constant,
+  Form,
+  Known,
+  Shape,
+  StateForm,
+  is_constant,
+)
 from demo_optax.workers import Workers
 from demo_optax.workers.workers import is_on, put
 
-Shape = tuple[int, ...]
 Value = TypeVar('Value')
 
 
@@ -69,99 +76,6 @@ class Array:
   def shape(self) -> Shape:
     """The shape, as all workers have it."""
     return self.type.shape
-
-
-class Known(NamedTuple):
-  """The number that an NNX object has, or an array that one holds."""
-
-  number: int
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Constant:
-  """A leaf that is not an array: a program is for its value."""
-
-  value: object
-  type: type  # since `1 == 1.0`
-
-
-def _is_constant(x: object) -> bool:
-  return isinstance(x, Constant)
-
-
-def only_arrays(
-  tree: object,
-  known: list[object],
-) -> Any:
-  """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
-
-  What is `known` has its number there. NNX objects become known.
-  """
-  numbers = {id(x): number for number, x in enumerate(known)}
-
-  def wrap(
-    x: object,
-    in_equinox: bool = False,
-  ) -> object:
-    if modules.is_equinox(x):
-      return jax.tree.map(lambda x: wrap(x, True), x, is_leaf=modules.is_object)
-    if id(x) not in numbers:
-      if modules.is_array(x, in_equinox):
-        return x
-      if not modules.is_object(x):
-        return Constant(x, type(x))
-      numbers[id(x)] = len(known)
-      known.append(x)
-    return Constant(Known(numbers[id(x)]), Known)
-
-  return jax.tree.map(
-    wrap, tree, is_leaf=lambda x: modules.is_object(x) or modules.is_equinox(x)
-  )
-
-
-class Form(NamedTuple):
-  """The structure that a step's arguments or results have, without arrays.
-
-  Its arrays are those in the tree, then those in its NNX objects.
-  """
-
-  treedef: jax.tree_util.PyTreeDef  # of `only_arrays`
-  objects: object  # the structure of the NNX objects: see `modules.split`
-
-  def merge(
-    self,
-    arrays: Sequence[jax.Array],
-    inner: bool,
-  ) -> tuple[Any, list[object]]:
-    """Returns the tree with these arrays, and its NNX objects."""
-    count = self.treedef.num_leaves
-    variables = arrays[count:]
-    objects = modules.merge(self.objects, variables, inner)
-    known = [*objects, *variables]
-
-    def plain(x: object) -> object:
-      if not isinstance(x, Constant):
-        return x
-      if isinstance(x.value, Known):
-        return known[x.value.number]
-      return x.value
-
-    tree = self.treedef.unflatten(arrays[:count])
-    return jax.tree.map(plain, tree, is_leaf=_is_constant), objects
-
-
-class StateForm(NamedTuple):
-  """What an argument and its next value among the results have in common."""
-
-  treedef: jax.tree_util.PyTreeDef
-  shapes: tuple[Shape, ...]  # of the arrays in the step
-
-
-def form_of(tree: object) -> StateForm:
-  """Returns a tree's form, as the step has it."""
-  leaves, treedef = jax.tree.flatten(tree)
-  return StateForm(treedef, tuple(map(np.shape, leaves)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,18 +154,18 @@ def analyse(
   for name, value in named.items():
     start = len(arrays)
     roles = iter(modules.roles_of(value))
-    for keys, x in leaves_of({name: value}, _is_constant):
+    for keys, x in leaves_of({name: value}, is_constant):
       if not isinstance(x, Constant):
         arrays.append(_array(workers, options, keys, x, next(roles)))
-      elif isinstance(x.value, Known):
-        paths[x.value.number] = keys
+      elif x.type is Known:
+        paths[x.value] = keys
       else:
         _check_hashable(keys, x.value)
     if name not in options.batches and len(arrays) > start:
       # As the step sees them, without the axis of workers.
       own = arrays[start:]
       shapes = [x.shape[x.role is Role.STACKED :] for x in own]
-      state = StateForm(jax.tree.structure(value), tuple(shapes))
+      state = jax.tree.structure(value), tuple(shapes)
       states.setdefault(state, []).append(start)
   # Arrays of Flax objects follow, by the path of the object in the arguments.
   said = modules.variables(objects)
@@ -405,7 +319,7 @@ def _check_batches(
   # One batch of several may be empty, such as an optional mask.
   wrong = []
   for name in sorted(options.batches & named.keys()):
-    has_leaves = jax.tree.leaves(named[name], is_leaf=_is_constant)
+    has_leaves = jax.tree.leaves(named[name], is_leaf=is_constant)
     is_cut = any(array.keys[0] == name for array in cut)
     if not is_cut and (has_leaves or not cut):
       wrong.append(name)

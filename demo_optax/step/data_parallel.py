@@ -13,9 +13,10 @@ from demo_optax import _checks
 from demo_optax.exchange import agreement
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.step import arguments, modules
-from demo_optax.step.arguments import Call, Constant, Options
+from demo_optax.step.arguments import Call, Options
 from demo_optax.step.roles import Role
 from demo_optax.step.runner import Runner
+from demo_optax.step.trees import Constant, Form, only_arrays
 from demo_optax.workers import Workers
 
 
@@ -182,12 +183,11 @@ class DataParallelStep:
     given = self._options.signature.bind(*args, **kwargs).arguments
     for name in self._options.static & given.keys():
       given[name] = Constant(given[name], type(given[name]))
-    # Flax objects are split together, since they may share variables.
     objects: list[object] = []
-    values = arguments.only_arrays([*given.values()], objects)
+    values = only_arrays([*given.values()], objects)
     arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
-    form = arguments.Form(treedef, structure)
+    form = Form(treedef, structure)
     arrays += variables
     # All that a program is for: structure, constants, shapes.
     key = tuple(given), form, tuple(map(_type_of, arrays))

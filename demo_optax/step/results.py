@@ -13,8 +13,9 @@ from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax._tree import is_inexact
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.arguments import Call, Form, form_of, only_arrays
+from demo_optax.step.arguments import Call
 from demo_optax.step.roles import Role
+from demo_optax.step.trees import Form, form_of, only_arrays
 from demo_optax.workers import Workers, collectives, inside
 from demo_optax.workers.variation import Origin
 
@@ -260,14 +261,15 @@ def _next_values(
 
   for part in jax.tree.leaves(returned, is_leaf=is_whole):
     form = form_of(part)
+    _, shapes = form
     starts = call.states.get(form, [])
-    is_loss = form.shapes == ((),)  # any has the form of a single scalar
+    is_loss = shapes == ((),)  # any has the form of a single scalar
     if not starts or is_loss:
-      found += [None] * len(form.shapes)
+      found += [None] * len(shapes)
       continue
     start = starts[min(seen[form], len(starts) - 1)]
     seen[form] += 1
-    for at in range(start, start + len(form.shapes)):
+    for at in range(start, start + len(shapes)):
       # The order does not say for certain to which total a metric adds.
       is_sure = len(starts) == 1 or call.arrays[at].role is not Role.ADDED
       found.append(at if is_sure else None)
