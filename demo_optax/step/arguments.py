@@ -4,6 +4,7 @@ The caller names the batches. All else is shared by the workers, except what its
 type says is one worker's own: momentum in an exchange's state, and random keys.
 """
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -296,12 +297,13 @@ def _check_stacked(
 
 def _check_not_accumulated(arrays: Sequence[Array]) -> None:
   """Raises for a state that optax.MultiSteps has made."""
-  fields = 'mini_step', 'gradient_step', 'acc_grads'
-  holders = [
-    {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
-    for field in fields
-  ]
-  if set.intersection(*holders):
+  fields = {'mini_step', 'gradient_step', 'acc_grads'}
+  found = collections.defaultdict(set)  # by the path of what has them
+  for array in arrays:
+    for place, key in enumerate(array.keys):
+      if key in fields:
+        found[array.keys[:place]].add(key)
+  if fields in found.values():
     raise ValueError(
       'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
       ' got a state of it: it would exchange in every call and drop all results'

@@ -217,8 +217,10 @@ class DataParallelStep:
 
   def _program(self, call: Call) -> Any:
     run = Runner(self.workers, self._step, call)
-    names = self._options.donated
-    donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
+    donated = []
+    for number, array in enumerate(call.arrays):
+      if array.keys[0] in self._options.donated:
+        donated.append(number)
     if self.workers.relay is not None:
       # ZeroMQ is needed by such workers alone.
       from demo_optax.remote.program import RemoteProgram

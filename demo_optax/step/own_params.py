@@ -86,7 +86,7 @@ def _model_of(
   params: Sequence[Keys],
   known: Mapping[Keys, int],
 ) -> Keys:
-  """Returns at which path the model is that has a state's parameters."""
+  """Returns where the model is that has a state's parameters."""
   # A model has all parameters of the state, below one path.
   models = set()
   for path in known:

@@ -39,7 +39,7 @@ class Runner:
   `[workers, ...]`, a batch `[workers, rows, ...]`.
 
   Attributes:
-    workers: for which it is run.
+    workers: those that it runs for.
     step: written for one worker.
     call: what is known about the arguments.
   """

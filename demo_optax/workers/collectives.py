@@ -156,7 +156,7 @@ def gather(
   x: jax.Array,
   axis: Axis,
 ) -> jax.Array:
-  """Returns everyone's `x` along an axis, `[size, *x.shape]`, for everyone."""
+  """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
   mesh = jax.sharding.get_abstract_mesh()

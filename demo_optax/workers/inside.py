@@ -335,8 +335,8 @@ def over_workers(
 
   For what a step decides or returns from all workers' values: skips, counts,
   statistics that are state. It is communication, so keep it small. A gradient
-  is one worker's: what is differentiated is refused, as are integers or flags
-  that differ, without another reduction than the mean.
+  is one worker's: what is differentiated is refused. Integers and flags that
+  differ need another reduction than the mean.
 
   Args:
     tree: this worker's arrays.

@@ -13,8 +13,6 @@ parameters that all workers share into a sum.
 
 import contextvars
 import enum
-import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ import jax
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers.collectives import Axis, meet_p
 from demo_optax.workers.param_specs import names_of
@@ -178,9 +176,11 @@ def _computed(origins: Origins) -> Origins:
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
-  """Returns the origin that a value has which is computed from several."""
-  computed = functools.reduce(operator.or_, origins, _SAME)
-  return computed & ~Origin.ROWS
+  """Returns the origin for what is computed from several values."""
+  joined = _SAME
+  for origin in origins:
+    joined |= origin
+  return joined & ~Origin.ROWS
 
 
 def _origins_of(
@@ -210,7 +210,7 @@ class _Follower:
     jaxpr: Jaxpr,
     inputs: Origins,
   ) -> Origins:
-    """Returns a program's outputs' origins."""
+    """Returns the origins for a program's outputs."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
       outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
@@ -241,7 +241,7 @@ class _Follower:
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
         return inputs  # each output has what is in its place
       case 'sharding_constraint':
-        self._check_sharding(eqn.params['sharding'])
+        self._check_spec(getattr(eqn.params['sharding'], 'spec', P()))
       case 'new_ref' | 'empty_ref':
         raise ValueError(
           'A data_parallel step must not make mutable arrays, got jax.new_ref:'
@@ -272,13 +272,12 @@ class _Follower:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
 
-  def _check_sharding(self, sharding: jax.sharding.Sharding) -> None:
-    if not isinstance(sharding, NamedSharding):
-      return
-    if self._axis in names_of(sharding.spec):
+  def _check_spec(self, spec: P) -> None:
+    """Raises for a sharding in the step that names the worker axis."""
+    if self._axis in names_of(spec):
       raise ValueError(
         f'A sharding in a data_parallel step must not name the worker axis'
-        f' {self._axis!r}, got {sharding.spec}: arrays in the step are one'
+        f' {self._axis!r}, got {spec}: arrays in the step are one'
         f" worker's. Leave the axis out: None in place of {self._axis!r}."
       )
 
@@ -289,7 +288,7 @@ class _Follower:
     carry: Origins,
     after: Origins,
   ) -> Origins:
-    """Returns a loop's outputs' origins, at the fixed point."""
+    """Returns the origins for a loop's outputs, at the fixed point."""
     # Checks wait: what is carried is not known to differ yet.
     did_check, self._checks = self._checks, False
     carry = _computed(carry)

@@ -176,10 +176,10 @@ class Workers:
 
     Each is a JAX program on its own device or mesh, on any platform. In a
     `data_parallel` step it sends its message to the relay
-    (`python -m demo_optax.remote`) and receives all workers'. A late
-    worker is left out of a round, which costs the others one deadline. A
-    program that starts later takes the parameters and the shared state from
-    another worker in its first step.
+    (`python -m demo_optax.remote`) and receives everyone's. A late worker is
+    left out for a round, which costs the others one deadline. A program that
+    starts later takes the parameters and the shared state from another worker
+    in its first step.
 
     Batches and results for their rows are the program's own. The momentum has a
     leading axis of 1. Parameters are equal on all workers, to the bit on

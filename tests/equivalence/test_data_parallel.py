@@ -389,6 +389,19 @@ def test_static_and_keyword_arguments_and_constants():
   assert aux['loss'].shape == ()
 
 
+def test_arguments_that_a_step_takes_in_any_number():
+  """They have the name of the parameter that takes them."""
+
+  @demo_optax.data_parallel(WORKERS, batch_argnames=('rows', 'named'))
+  def step(scale, *rows, **named):
+    assert [x.shape for x in (*rows, *named.values())] == [(2, 16)] * 3
+    return demo_optax.out_batch(scale * (rows[0] + rows[1] + named['third']))
+
+  x = batch()
+  found = step(jnp.ones(()), x, x, third=x)
+  np.testing.assert_allclose(found, 3 * x, rtol=1e-6)
+
+
 def test_donated_arguments_are_overwritten(workers):
   tx = demo_optax.demo(1e-2, workers=workers)
   params = linear_params()
