@@ -276,36 +276,34 @@ def _call_stacked(
       lambda x: x if _is_array(x) == are_arrays else None, hyperparams
     )
 
-  # What is closed over must not hold tracers.
-  traced, constants = only(True), only(False)
-  outputs = jax.tree_util.tree_map_with_path(
-    lambda path, _: is_stacked(path_keys(path)), given[:2]
-  )
-  # By leaf of updates and state, whether it is the worker's own.
-  outputs = jax.tree.map(lambda _: own_updates, given[0]), outputs[1]
+  def is_own(path: Path, _: jax.Array) -> bool:
+    keys = path_keys(path)  # Updates come first.
+    return keys[0] == 0 or is_stacked(keys)
+
+  constants = only(False)  # What is closed over must not hold tracers.
+  arrays = *trees, only(True)
+  own = jax.tree_util.tree_map_with_path(is_own, arrays)
+  # By leaf of the updates and the state that come back.
+  outputs = jax.tree.map(lambda _: own_updates, own[0]), own[1]
+
+  def stack(
+    is_own: bool,
+    is_batched: bool,
+    x: jax.Array,
+  ) -> jax.Array:
+    if is_own and not is_batched:  # of an unused parameter
+      return jnp.broadcast_to(x, (workers.count, *x.shape))
+    return x
 
   def rule(
     size: int,
     batched: Any,
     index: Any,
-    *given: Any,
+    *arrays: Any,
   ) -> Any:
-    del index
-
-    def stack(
-      path: Path,
-      x: jax.Array,
-      is_batched: bool,
-    ) -> jax.Array:
-      keys = path_keys(path)  # Updates come first.
-      if is_batched or not (keys[0] == 0 or is_stacked(keys)):
-        return x
-      return jnp.broadcast_to(x, (size, *x.shape))  # of an unused parameter
-
-    *trees, traced = jax.tree_util.tree_map_with_path(
-      stack, given, tuple(batched[1:])
-    )
-    # Here all are stacked: updates [workers, ...], momentum [workers, rows, n].
+    del size, index
+    # Updates to [workers, ...], momentum to [workers, rows, n].
+    *trees, traced = jax.tree.map(stack, own, tuple(batched[1:]), arrays)
     hyperparams = jax.tree.map(
       lambda x, constant: constant if x is None else x,
       traced,
@@ -316,13 +314,13 @@ def _call_stacked(
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
-  def one_worker(index: Any, *given: Any) -> Any:
+  def one_worker(index: Any, *arrays: Any) -> Any:
     del index
-    return given[:2]
+    return arrays[:2]
 
   one_worker.def_vmap(rule)
   number = jax.lax.axis_index(WORKER_AXIS)
-  updated, treedef = jax.tree.flatten(one_worker(number, *trees, traced))
+  updated, treedef = jax.tree.flatten(one_worker(number, *arrays))
   differs = tuple(jax.tree.leaves(outputs))
   return treedef.unflatten(watch(updated, outputs=differs))
 
