@@ -11,7 +11,7 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.exchange.algorithm import ExchangeKind, make_config
+from demo_optax.exchange.algorithm import ExchangeConfig, ExchangeKind
 from demo_optax.transformation import resolve_update_values
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
@@ -254,15 +254,14 @@ def plan(
       leaves.append(LeafBytes(leaf, alone))
 
   values = resolve_update_values(exchange, update_values, workers)
-  if workers.relay is not None:
-    exchange = 'all_gather'
-  config = make_config(
-    layout, 'senders', exchange, count, values, weighted=weighted
+  num_owners = count if exchange == 'all_to_all' else None
+  config = ExchangeConfig(
+    layout, 'senders', '', num_owners, values, weighted=weighted
   )
-  owners = config.update_packer
+  owners = config.owners
   payload = summed = updates = 0
-  for name, (shape, dtype) in config.packer.shapes.items():
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+  for name, array in config.packer.shapes.items():
+    num_bytes = array.size * array.dtype.itemsize
     if name == config.packer.name:
       payload += num_bytes
     else:

@@ -1,7 +1,6 @@
 """Chunks that are divided among the workers: the same updates, fewer bytes."""
 
 import functools
-import itertools
 
 import hlo_text
 import jax
@@ -258,25 +257,21 @@ def test_what_a_code_loses_is_sent_later(values, count):
 # Choosing ---------------------------------------------------------------------
 
 
-def test_auto_is_what_receives_less():
+def test_owners_pay_from_dozens_of_workers():
   params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
   compressor = demo_optax.dct_topk(topk=32, values='sign')
-  received = {
-    (count, exchange): demo_optax.plan(
+
+  def received(count, exchange):
+    plan = demo_optax.plan(
       params, compressor, count, exchange=exchange, update_values='ternary'
-    ).received_bytes
-    for count, exchange in itertools.product(
-      (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto')
     )
-  }
-  for count in (2, 4, 16, 64, 1024):
-    both = received[count, 'all_gather'], received[count, 'all_to_all']
-    assert received[count, 'auto'] == min(both)
-  assert received[4, 'auto'] == received[4, 'all_gather']
-  assert received[64, 'auto'] == received[64, 'all_to_all']
+    return plan.received_bytes
+
+  assert received(4, 'all_gather') < received(4, 'all_to_all')
+  assert received(64, 'all_to_all') < received(64, 'all_gather')
   # Constant in the number of workers: a message, and 1.6 bits an element.
   most = demo_optax.plan(params, compressor, 2).payload_bytes + 2**24 / 5
-  assert received[64, 'all_to_all'] < 1.02 * most
+  assert received(64, 'all_to_all') < 1.02 * most
 
 
 # States of another number of workers ------------------------------------------
