@@ -610,7 +610,7 @@ def waited(seconds: float, x: Any) -> Any:
 
 
 def delayed(args: argparse.Namespace) -> None:
-  from demo_optax.step.remote import RemoteProgram
+  from demo_optax.remote.program import RemoteProgram
 
   # In turn, so that all but the first worker find programs in JAX's cache.
   trace, turn = RemoteProgram.trace, threading.Lock()

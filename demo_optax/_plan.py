@@ -278,7 +278,7 @@ def plan(
       updates += num_bytes * count
   if owners is not None:
     updates += owners.num_bytes * count
-  if workers.relay is not None:  # sums are of all workers' summands
+  if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
 
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload

@@ -56,8 +56,9 @@ def check_replicas(
   `workers` on a mesh, it names the workers.
   """
   worker_of: dict[Any, int] = {}
-  if workers is not None and workers.mesh is not None and not workers.relay:
-    axis = workers.mesh.axis_names.index(workers.axis_name)
+  if workers is not None and workers.spmd_axis_name is not None:
+    assert workers.mesh is not None
+    axis = workers.mesh.axis_names.index(workers.spmd_axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
   several = {}

@@ -82,9 +82,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   return found
 
 
-def exchange_info(
-  opt_state: chex.ArrayTree, workers: Workers | None = None
-) -> dict[str, Any]:
+def exchange_info(opt_state: chex.ArrayTree) -> dict[str, Any]:
   r"""Returns the last exchange's metrics, for logs.
 
   With momentum :math:`m_i` before it, the sent part :math:`q_i` and the rest
@@ -97,9 +95,7 @@ def exchange_info(
   Warns if momentum is replicated over its mesh.
 
   Takes any optimizer state with an exchange, with or without its types. Returns
-  the `metrics` of `DeMoState`: scalars by name. Of `Workers.remote` also the
-  next `round`; how often this worker has `joined`, taking another one's state;
-  and how often because its own state had `parted` from the others'.
+  the `metrics` of `DeMoState`: scalars by name.
   """
   state = dict(_paths.leaves_of(opt_state))
   stacked = {k: x for k, x in state.items() if _paths.is_stacked(k)}
@@ -110,19 +106,7 @@ def exchange_info(
   # The first exchange with leaves, or the first.
   busy = {k[: k.index(STACKED)] for k in stacked}
   root = next((root for root in roots if root in busy), roots[0])
-  found: dict[str, Any] = {
-    k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
-  }
-  if workers is not None and workers.relay is not None:
-    from demo_optax.remote.link import link_of  # needs ZeroMQ
-
-    link = link_of(workers)
-    found |= {
-      'round': link.position.round,
-      'joined': link.joined,
-      'parted': link.parted,
-    }
-  return found
+  return {k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')}
 
 
 def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:

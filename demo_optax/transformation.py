@@ -268,8 +268,6 @@ def scale_by_demo(
       of_gradient = of_gradient(state.count)
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': of_gradient}
     params, like = checks.params_and_like(updates, params, workers)
-    if workers.relay is not None:
-      inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
     given = updates, state, params, hyper
@@ -317,9 +315,7 @@ def scale_by_demo(
     metrics, own = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
       algorithm.note(config)
-      # With a relay a step joins exchanges; a nested jit would keep them apart.
-      run = algorithm.run if workers.relay else algorithm.run_jitted
-      found, own, metrics = run(
+      found, own, metrics = algorithm.run_jitted(
         workers,
         config,
         exchanged,
@@ -416,7 +412,7 @@ def resolve_update_values(
 ) -> str:
   """Returns the code for updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
-  if workers.relay is not None and exchange == 'all_to_all':
+  if workers.only_gathers and exchange == 'all_to_all':
     raise ValueError(
       "exchange must be 'all_gather' with a relay, which sends all messages to"
       " all workers, got 'all_to_all'. Give 'all_gather'."

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.step import agreement
+from demo_optax.exchange import agreement
 
 TOPK = demo_optax.dct_topk(16, 4)
 SETTINGS = {  # of either process; what the error names

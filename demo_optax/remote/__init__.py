@@ -5,18 +5,21 @@
     rounds   who takes part in a round, and what each worker is answered
     store    lists of messages, and a state, in files of the relay
     link     a worker's connection to the relay
+    split    cuts a step at its exchanges
+    program  the step of a worker: its parts, and messages between them
 
 See `demo_optax.Workers.remote`. `python -m demo_optax.remote` starts a relay.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 
 from demo_optax.workers import Workers
 
-__all__ = ['Followed', 'follow', 'pause']
+__all__ = ['Followed', 'Status', 'follow', 'pause', 'status']
 
 
 class Followed(NamedTuple):
@@ -25,6 +28,14 @@ class Followed(NamedTuple):
   round: int  # that the trainers take part in next, with these arguments
   behind: int  # rounds that are known to be over, and are not applied yet
   args: tuple[chex.ArrayTree, ...]  # of the step, by position
+
+
+class Status(NamedTuple):
+  """Where a worker is in the run."""
+
+  round: int  # that it takes part in next
+  joined: int  # how often it has taken the state of another worker
+  parted: int  # how often because its own was not that of the others
 
 
 def follow(
@@ -76,7 +87,8 @@ def follow(
       f' Workers.remote(address, rank=None, count=...), got one with {workers}.'
       ' Make it, and its optimizer, with these workers.'
     )
-  return train_step.followed(*args, **kwargs)  # type: ignore[attr-defined]
+  followed = train_step.followed  # type: ignore[attr-defined]
+  return itertools.starmap(Followed, followed(*args, **kwargs))
 
 
 def pause(workers: Workers) -> None:
@@ -86,11 +98,21 @@ def pause(workers: Workers) -> None:
   at the same step: no round waits for this worker, which would cost the others
   one deadline. Its next step applies the rounds that it missed.
   """
+  _link_of(workers).pause()
+
+
+def status(workers: Workers) -> Status:
+  """Returns where this worker is in the run, for logs."""
+  own = _link_of(workers)
+  return Status(own.position.round, own.joined, own.parted)
+
+
+def _link_of(workers: Workers) -> Any:
   if workers.relay is None:
     raise ValueError(
-      f'workers must be Workers.remote, got {workers}. Leave pause out: only'
+      f'workers must be Workers.remote, got {workers}. Leave the call out: only'
       ' workers with a relay go on without each other.'
     )
   from demo_optax.remote import link  # needs ZeroMQ
 
-  link.link_of(workers).pause()
+  return link.link_of(workers)

@@ -305,6 +305,8 @@ class Link:
         began = warned = now
         if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
           again, ask_at = answer.round != header.round, now
+        elif kind == frames.HELLO and answer.kind == frames.AGAIN:
+          ask_at = now + _ASK / 2
       elif now - warned > _WARN:
         warned = now
         _LOG.warning(

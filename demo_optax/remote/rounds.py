@@ -38,6 +38,7 @@ sends is in capitals, see `frames`.
     joining  a minute without a request        -        idle
     joining  all others have left              -        unknown
     idle     HELLO of a longer run             -        waiting
+    idle     HELLO of another program          AGAIN    idle
 
 The run begins when all workers are there, or `start` seconds after the first
 one, with what most of them exchange, and from the position with the most rounds
@@ -45,6 +46,10 @@ or steps. A late message is answered with the list of its round, which does not
 contain it. So a worker that stops, or is cut off, costs the others one
 deadline. A worker that was late by less than a round is waited for in the next
 one, if it was not late often.
+
+A worker that was killed may be back before anybody knows: its new program asks
+again until the old one has been silent for some time. If both are heard, the
+new one is refused.
 
 A *follower* takes part in no round: nobody waits for it, and a minute without a
 request ends it. It is answered what a worker would be that joins: a state, then
@@ -79,7 +84,7 @@ _LINE = 300  # characters in it
 
 _SAME_RANK = (
   'Another program says that it is worker {}. Give every worker a rank of its'
-  f' own, and start one again {_SECONDS:g} s after it has ended.'
+  ' own, and end one before it is started again.'
 )
 
 
@@ -128,6 +133,8 @@ class _Member:
   least: int = 0  # the first round whose state it can take
   missed: int = 0  # rounds that have waited for it in vain
   not_before: int = 0  # the round from which one waits for it again
+  rival: bytes = b''  # another program that says this rank
+  rival_since: float = 0.0
 
   @property
   def rank(self) -> int:
@@ -197,9 +204,14 @@ class Rounds:
       return self._take_from_follower(identity, header, *bodies)
     member = self._members.get(rank)
     if member is not None and member.hello.program != header.program:
-      is_recent = now - member.heard < _SECONDS
-      if is_recent or header.kind != frames.HELLO:
+      # Messages of a program that has ended may still be on their way.
+      if header.program != member.rival:
+        member.rival, member.rival_since = header.program, now
+      both_live = member.heard > member.rival_since + _SECONDS / 2
+      if header.kind != frames.HELLO or both_live:
         return self._refuse(identity, rank, _SAME_RANK.format(rank))
+      if now - member.heard < _SECONDS:
+        return self._send(identity, Header(frames.AGAIN, rank))
     if header.kind == frames.HELLO and bodies:
       return self._hello(identity, header, *bodies)
     if member is None:

@@ -423,7 +423,8 @@ def _rows(
       ' batch_axis if rows are not along the first axis.'
     )
   ((length, name),) = names.items()
-  parts = workers.count if workers.relay is None else 1  # the batch is its own
+  # The batch of a separate program is its own.
+  parts = workers.count if workers.stacked_gradients else 1
   if length % parts or not length:
     raise ValueError(
       f'{name} must have rows that divide among {workers}, got {length} rows.'

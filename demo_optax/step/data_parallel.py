@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
+from demo_optax.exchange import agreement
 from demo_optax.exchange.algorithm import traced_configs
-from demo_optax.step import agreement, arguments, modules
+from demo_optax.step import arguments, modules
 from demo_optax.step.arguments import Call, Constant, Options
+from demo_optax.step.roles import Role
 from demo_optax.step.runner import Runner
 from demo_optax.workers import Workers
 
@@ -176,11 +178,6 @@ class DataParallelStep:
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Lowers the step, as `jax.jit(step).lower` does, for arrays or shapes."""
-    if self.workers.relay is not None:
-      raise ValueError(
-        f'workers must have one program to lower, got {self.workers}, whose'
-        ' step is several. Lower it with Workers.simulated.'
-      )
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
       return program.lower(*map(self._place, arrays, call.arrays))
@@ -189,9 +186,11 @@ class DataParallelStep:
     """Follows the workers: see `demo_optax.remote.follow`."""
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
-      arrays = [*map(self._place, arrays, call.arrays)]
-      program.trace(*arrays)
-    return program.follow(arrays)
+    arrays = [*map(self._place, arrays, call.arrays)]
+    for at, behind, current in program.follow(*arrays):
+      with modules.in_transform():
+        (found, _), _ = call.form.merge(current, inner=True)
+      yield at, behind, found
 
   def _open(
     self,
@@ -243,9 +242,12 @@ class DataParallelStep:
     donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
       # ZeroMQ is needed by such workers alone.
-      from demo_optax.step.remote import RemoteProgram
+      from demo_optax.remote.program import RemoteProgram
 
-      return RemoteProgram(self.workers, call, run, donated)
+      shared = [n for n, a in enumerate(call.arrays) if a.role is Role.SHARED]
+      copies = {n: own for n, (_, *own) in call.own_params.items()}
+      labels = [array.name for array in call.arrays]
+      return RemoteProgram(self.workers, run, labels, shared, copies, donated)
     return jax.jit(run, donate_argnums=donated)
 
 

@@ -56,7 +56,7 @@ class Runner:
   ) -> tuple[list[jax.Array], results.Returned]:
     """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
-    if workers.relay is not None:
+    if index is not None:
       with lift.context(workers):
         own, equal, known = self._run_alone(workers, index, arrays)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:

@@ -44,7 +44,7 @@ class Met(NamedTuple):
   included: jax.Array  # bool [], whether this worker is present
 
 
-# Where a step of programs is cut, to exchange messages: see `workers.split`.
+# Where a step of programs is cut, to exchange messages: see `remote.split`.
 meet_p = core.Primitive('demo_optax_meet')
 meet_p.multiple_results = True
 

@@ -251,6 +251,8 @@ def for_workers(
   that are equal on all workers, or each worker's with `own_updates`.
   """
   view = traced_step.get()
+  if workers.relay is not None:
+    view = check_in_step(f'The update for {workers}')
   if view is None:
     return functools.partial(update, workers=workers)
   if view.own is not None:

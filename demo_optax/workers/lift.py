@@ -13,12 +13,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._tree import is_inexact
-from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import vary
 from demo_optax.workers.param_specs import entry
 from demo_optax.workers.workers import Spec, Workers
@@ -40,10 +38,8 @@ def map_over(
   mapped = _Mapped(workers, fun, in_specs, out_specs)
   if workers.kind == 'simulated':
     return mapped.simulate
-  if workers.stacked_gradients:
+  if workers.mesh is not None:
     return mapped.run_on_mesh
-  if workers.relay is not None and workers.param_specs.axes:
-    return mapped.run_in_parts
   specs = jax.tree.leaves((in_specs, out_specs))
   if any(spec.stacked for spec in specs):
     return mapped.run_on_device
@@ -97,65 +93,9 @@ class _Mapped:
       mesh=workers.mesh,
       in_specs=jax.tree.map(whole, self.in_specs),
       out_specs=jax.tree.map(whole, self.out_specs),
+      check_vma=workers.stacked_gradients,  # `meet` has no such types
     )
     return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
-
-  def run_in_parts(self, *args: Any) -> Any:
-    """Runs the function on the devices of one worker of several programs.
-
-    What passes from one `shard_map` to the next, with messages for other
-    workers between them, has a leading axis of the devices.
-    """
-    workers, devices = self.workers, P(self.workers.param_specs.axes)
-    whole = functools.partial(_on_mesh, workers)
-    out_specs = jax.tree.map(whole, self.out_specs)
-    shard_map = functools.partial(
-      jax.shard_map,
-      mesh=workers.mesh,
-      check_vma=False,
-    )
-    mapped = shard_map(
-      self.run_on_device,
-      in_specs=jax.tree.map(whole, self.in_specs),
-      out_specs=out_specs,
-    )
-    program = jax.make_jaxpr(mapped)(*args)
-    (eqn,) = program.jaxpr.eqns
-    (body,) = core.jaxprs_in_params(eqn.params)
-    given = dict(zip(body.invars, eqn.params['in_specs']))
-
-    def build(
-      part: Callable[..., list[jax.Array]],
-      read: list[core.Var],
-      written: list[core.Var],
-      is_last: bool,
-    ) -> Callable[..., list[jax.Array]]:
-      def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        own = []
-        for variable, x in zip(read, arrays):
-          # What another part has computed: [1, ...] on each device.
-          own.append(x if variable in given else x[0])
-        found = part(*own)
-        return found if is_last else [x[None] for x in found]
-
-      written_specs = [devices] * len(written)
-      if is_last:
-        written_specs = jax.tree.leaves(out_specs)
-      read_specs = tuple(given.get(variable, devices) for variable in read)
-      return shard_map(on_device, in_specs=read_specs, out_specs=written_specs)
-
-    closed = core.ClosedJaxpr(body, [])
-    parts = split.PartedStep(closed, build=build)
-    rounds = iter(parts.are_early)
-
-    def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
-      early = next(rounds)
-      return [_meet_devices(workers, x, early) for x in sent or ()]
-
-    values = dict(zip(program.jaxpr.constvars, program.consts))
-    values.update(zip(program.jaxpr.invars, jax.tree.leaves(args)))
-    found = parts.run([values[v] for v in eqn.invars], meet)
-    return jax.tree.structure(out_specs).unflatten(found)
 
   def simulate(self, *args: Any) -> Any:
     """Runs the function under a `vmap` for each axis of devices.
@@ -203,22 +143,6 @@ class _Mapped:
     blocks = jax.tree.map(to_blocks, self.in_specs, args)
     found = mapped(numbers, *blocks)
     return jax.tree.map(_from_blocks, self.out_specs, found)
-
-
-def _meet_devices(
-  workers: Workers, x: jax.Array, early: bool
-) -> list[jax.Array]:
-  """Returns the messages, and who is present, for each device of this worker.
-
-  From `[devices, ...]` to rows `[devices, workers, ...]`.
-  """
-  programs = collectives.Programs(workers.count)
-  rows, *flags = collectives.meet(x, programs, early)
-  found = [jnp.moveaxis(rows, 1, 0)]
-  for flag in flags:
-    shape = len(x), *flag.shape
-    found.append(jnp.broadcast_to(flag, shape))
-  return found
 
 
 def _to_blocks(

@@ -268,6 +268,11 @@ class Workers:
     return Programs(self.count) if self.relay is not None else self.axis_name
 
   @property
+  def only_gathers(self) -> bool:
+    """Whether all messages go to all workers, as through a relay."""
+    return self.relay is not None
+
+  @property
   def group(self) -> Group:
     """The workers as one worker's function sees them."""
     return Group(self.axis, self.count, self.param_specs.axis_sizes)

@@ -20,8 +20,8 @@ from demo_optax import compressors
 from demo_optax.remote import frames
 from demo_optax.remote import link as link_module
 from demo_optax.remote.link import link_of
+from demo_optax.remote.program import RemoteProgram, _whole
 from demo_optax.remote.relay import Relay
-from demo_optax.step.remote import RemoteProgram, _whole
 
 host = lambda x: np.asarray(_whole(x))
 

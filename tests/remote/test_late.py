@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 from test_bits import METHODS, Joined, host
 
 import demo_optax
-from demo_optax.remote import frames
+from demo_optax.remote import frames, program
 from demo_optax.remote.link import Position, link_of
-from demo_optax.step import remote
 
 INFOS = {}  # of the last run, by rank
 
@@ -96,7 +95,7 @@ def train(
       except KeyboardInterrupt:
         pass
     found[link.position.round] = jax.tree.map(host, params)
-  INFOS[rank] = demo_optax.exchange_info(state, workers)
+  INFOS[rank] = demo_optax.remote.status(workers)._asdict()
   return found
 
 
@@ -312,7 +311,7 @@ def test_parameters_that_differ(evaluates, monkeypatch):
 
   Also if every round of a check is an evaluation.
   """
-  monkeypatch.setattr(remote, 'CHECK_EVERY', 6)
+  monkeypatch.setattr(program, 'CHECK_EVERY', 6)
 
   def run(workers):
     before, steps = course.of(workers), iter(range(10_000))

@@ -1,5 +1,6 @@
 """The relay by itself: rounds, keys, and what does not fit."""
 
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -230,8 +231,13 @@ def test_messages_of_another_round_or_size(rounds, joined):
 
 def test_two_programs_of_one_rank(joined, rounds):
   twin = Link(joined.address, 0, None)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    hello = pool.submit(twin.hello, b'{}', b'')
+    while not hello.done():
+      joined.clock.now += 0.1
+      rounds.round()
   with pytest.raises(RuntimeError, match='Another program'):
-    twin.hello(b'{}', b'')
+    hello.result()
   twin.open, twin._largest = 0, 1
   twin.position = rounds.links[0].position
   with pytest.raises(RuntimeError, match='Another program'):

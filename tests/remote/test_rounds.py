@@ -145,6 +145,13 @@ def hello_after_it_began(desk):
   desk.one.hello()
 
 
+def hello_of_another_program(desk):
+  desk.one.send(frames.PAUSE)  # the last word of the old one
+  desk.one.program = os.urandom(8)
+  desk.one.answers.clear()
+  desk.one.hello()
+
+
 def hello_for_other_workers(desk):
   desk.one.text = json.dumps({'workers': '4'}).encode()
   desk.one.hello()
@@ -250,6 +257,7 @@ EVENTS = {
   'HELLO after it began': hello_after_it_began,
   'HELLO for another --workers': hello_for_other_workers,
   'HELLO with another configuration': hello_with_another_configuration,
+  'HELLO of another program': hello_of_another_program,
   'HELLO of a longer run': lambda desk: desk.one.hello(round=99),
   'LISTEN': sending(frames.LISTEN),
   'LISTEN of a closed round': sending(frames.LISTEN),
@@ -302,6 +310,25 @@ def test_the_table(tmp_path, row):
 
 def test_the_table_has_all_events():
   assert {event for _, event, *_ in table()} == set(EVENTS)
+
+
+@pytest.mark.parametrize('old_lives', (True, False))
+def test_a_worker_that_is_started_again_at_once(tmp_path, old_lives):
+  """Its new program gets in when the old one is silent, or else is refused."""
+  desk = Desk(tmp_path)
+  awaited(desk)
+  new = Worker(desk, 0)
+  desk.workers.append(new)
+  desk.one.send(frames.PAUSE)
+  for _ in range(5):
+    new.hello()
+    desk.clock.now += 0.5
+    if old_lives:
+      desk.one.send(frames.PAUSE)
+  *asked, last = new.answers
+  assert set(asked) <= {'AGAIN', 'REFUSED'} and asked[0] == 'AGAIN'
+  assert last == ('REFUSED' if old_lives else 'WELCOME')
+  assert desk.one.answers[-1] == ('WELCOME' if old_lives else 'REFUSED')
 
 
 def test_any_number_of_later_joins(tmp_path):
@@ -463,30 +490,6 @@ def test_wrong_workers_that_come_first(tmp_path):
   desk.workers.append(right)
   right.hello()
   assert right.answers == desk.others[0].answers == ['WELCOME']
-
-
-def test_a_program_in_the_place_of_another(tmp_path):
-  """The other one is told, and does not come back."""
-  desk = Desk(tmp_path)
-  desk.one.hello()
-  newer = Worker(desk, 0)
-  desk.workers.append(newer)
-  newer.hello()
-  assert newer.answers == ['REFUSED']
-  desk.wait(3)
-  newer.hello()
-  assert desk.one.answers == ['REFUSED'] and newer.answers == ['REFUSED']
-
-
-@pytest.mark.parametrize('most', [0, 1, 2])
-def test_most_states_of_equal_steps_win(tmp_path, most):
-  """Whatever their ranks; and most steps win over most workers."""
-  desk = Desk(tmp_path)
-  for worker in desk.workers:
-    worker.chain = b'xy'[worker.rank == most :][:1] * frames.CHAIN
-    worker.hello()
-  places = [desk.rounds._members[rank].awaited for rank in range(WORKERS)]
-  assert places == [rank != most for rank in range(WORKERS)]
 
 
 def test_lines_in_the_log(tmp_path, caplog):

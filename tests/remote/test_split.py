@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from demo_optax.remote.split import PartedStep, flat
 from demo_optax.workers.collectives import Met, Programs, meet
-from demo_optax.workers.split import PartedStep
 
 pytestmark = pytest.mark.core
 THREE = Programs(3)
@@ -36,8 +36,8 @@ class Everyone:
   def __init__(self):
     self.sent, self.met = [], []
 
-  def send(self, types, sent):
-    self.sent.append([str(t) for t in types])
+  def send(self, eqns, sent):
+    self.sent.append([str(eqn.invars[0].aval) for eqn in eqns])
     self.met.append(
       [
         Met(np.stack([np.asarray(x)] * 3), np.ones(3, bool), np.bool_(True))
@@ -46,7 +46,7 @@ class Everyone:
     )
     return self.met[-1]
 
-  def read(self, types, sent):
+  def read(self, eqns, sent):
     """What was sent before, in the same order, by one that sends nothing."""
     assert sent is None
     return self.met.pop(0)
@@ -60,7 +60,7 @@ def arrays(count):
 @pytest.mark.parametrize('count', [0, 1])
 def test_the_parts_are_the_step(count):
   seen = []
-  closed = jax.make_jaxpr(functools.partial(step, seen))(*arrays(count))
+  closed = flat(jax.make_jaxpr(functools.partial(step, seen))(*arrays(count)))
   plan, everyone = PartedStep(closed, donated=[0, 2]), Everyone()
   plan.compile()
   given = arrays(count)
@@ -75,10 +75,10 @@ def test_the_parts_are_the_step(count):
   assert int(new) == 1 - count and included and not zeros.any()
   np.testing.assert_allclose([mean, largest], [seen[0], 3 * grads.max()], 1e-5)
   np.testing.assert_array_equal(x, given[1])
-  # Of one depth all is one message; then the two that depend on it.
+  # Of one depth all is one message, of programs within it too.
   first = ['float32[4,5]', 'float32[]']
-  rest = [['float32[]']] * (2 + count)
-  assert everyone.sent == [first, *rest]
+  rest = [['float32[]']] * count
+  assert everyone.sent == [first, ['float32[]'] * 2, *rest]
   assert plan.meetings == [*first, *['float32[]'] * 3]
   # One that only receives, without its x, has the same results.
   follows = PartedStep(closed, [0, 1, 3], follows=True)
@@ -103,21 +103,20 @@ def test_an_early_message_travels_beside_the_next_program():
   def noted(number, program):
     return lambda *args: happened.append(number) or program(*args)
 
-  def exchange(types, sent):
+  def exchange(eqns, sent):
     happened.append('sent')
-    return everyone.send(types, sent)
+    return everyone.send(eqns, sent)
 
   w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = PartedStep(jax.make_jaxpr(run)(w, x), donated=[0, 1])
+  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), donated=[0, 1])
   plan._parts = [
-    (noted(number, program), *rest)
-    for number, (program, *rest) in enumerate(plan._parts)
+    part._replace(program=noted(number, part.program))
+    for number, part in enumerate(plan._parts)
   ]
   found, other, _ = plan.run([w, x], exchange)
   assert happened == [0, 1, 'sent', 'sent', 2, 'sent', 3]
   np.testing.assert_array_equal(found, np.full(7, 3.0))
   np.testing.assert_allclose(other, np.sin(1.0) * 2.0 * np.ones(7), 1e-6)
-  assert plan.are_early == [True, False, False]
 
 
 def test_a_message_that_needs_an_early_one():
@@ -126,7 +125,7 @@ def test_a_message_that_needs_an_early_one():
     return meet(late.rows.sum(0), THREE).rows.sum(0)
 
   w, everyone = jnp.ones(7), Everyone()
-  plan = PartedStep(jax.make_jaxpr(run)(w))
+  plan = PartedStep(flat(jax.make_jaxpr(run)(w)))
   (found,) = plan.run([w], everyone.send)
   np.testing.assert_array_equal(found, np.full(7, 9.0))
   assert len(everyone.sent) == 2
@@ -140,9 +139,9 @@ def test_what_is_donated():
     return w + met.rows.sum(0), x
 
   w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = PartedStep(jax.make_jaxpr(run)(w, x), donated=[0, 1])
+  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), donated=[0, 1])
 
-  def fails(types, sent):
+  def fails(eqns, sent):
     raise OSError
 
   with pytest.raises(OSError):
@@ -166,4 +165,4 @@ def test_what_is_donated():
 )
 def test_loops_are_refused(loop):
   with pytest.raises(ValueError, match='outside of loops'):
-    PartedStep(jax.make_jaxpr(loop)(jnp.ones(4)))
+    PartedStep(flat(jax.make_jaxpr(loop)(jnp.ones(4))))

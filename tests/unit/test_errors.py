@@ -27,7 +27,7 @@ OTHERS = {
   'step/runner.py': 1,  # adds a remedy to a message of JAX
   'workers/inside.py': 2,  # `differs_text`, and the caller's in `equal`
   'remote/frames.py': 2,
-  'step/remote.py': 1,
+  'remote/program.py': 1,
 }
 
 

@@ -13,24 +13,22 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.core import JaxprEqn
 
+from demo_optax.exchange import agreement
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import packing, prng
-from demo_optax.remote import Followed, frames
+from demo_optax.remote import frames
 from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
-from demo_optax.step import agreement, modules
-from demo_optax.step.arguments import Call
-from demo_optax.step.results import Returned
-from demo_optax.step.roles import Role
+from demo_optax.remote.split import PartedStep, flat
 from demo_optax.workers import Workers
-from demo_optax.workers.split import PartedStep
 from demo_optax.workers.workers import put
 
 _LOG = logging.getLogger('demo_optax.remote')
@@ -52,10 +50,24 @@ class RemoteProgram:
   def __init__(
     self,
     workers: Workers,
-    call: Call,
-    run: Callable[..., tuple[list[Any], Returned]],
+    run: Callable[..., tuple[list[Any], Any]],
+    names: Sequence[str],
+    shared: Sequence[int],
+    copies: Mapping[int, Sequence[int]],
     donated: Sequence[int],
   ):
+    """Makes the program of a step.
+
+    Args:
+      workers: the workers, with the rank of this one.
+      run: `run(*arrays, index=rank)` runs the step of one worker. Returns
+        arrays, and what is known of them: in `nexts` for each the number of the
+        shared argument whose next value it is, or None.
+      names: of the arrays that are passed.
+      shared: numbers of those that all workers have.
+      copies: for the numbers of some, those of copies that each worker has.
+      donated: numbers of arrays that may be overwritten.
+    """
     mesh = workers.mesh
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
     if len({d.process_index for d in devices}) < jax.process_count():
@@ -67,13 +79,14 @@ class RemoteProgram:
     assert workers.relay is not None
     self._workers, rank = workers, workers.relay.rank
     self._rank = frames.FOLLOWER if rank is None else rank
-    self._call, self._donated, self._run = call, donated, run
+    self._run, self._donated = run, donated
+    self._names, self._shared_args, self._copies = names, shared, copies
     self._closed: Any = None
     self._is_source = False  # whether it must send its state
     self._follows: Any = None
     self._link = link_of(workers)
 
-  def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
+  def __call__(self, *arrays: Any) -> tuple[list[Any], Any]:
     """Runs the step; if it fails, the arrays are as they were before."""
     if self._rank == frames.FOLLOWER:
       raise ValueError(
@@ -84,29 +97,36 @@ class RemoteProgram:
     with self._link.interruptible():
       return self._run_step(arrays), self._returned
 
-  def follow(self, arrays: Sequence[Any]) -> Iterator[Followed]:
-    """Yields the arguments of the step after each round; see `remote.follow`.
+  def lower(self, *arrays: Any) -> Any:
+    """Raises: the step is several programs."""
+    raise ValueError(
+      f'workers must have one program to lower, got {self._workers}, whose'
+      ' step is several. Lower it with Workers.simulated.'
+    )
 
-    The arrays may be shapes: the first values are those of a state.
+  def follow(self, *arrays: Any) -> Iterator[tuple[int, int, list[Any]]]:
+    """Yields the arrays of the step after each round; see `remote.follow`.
+
+    They may be shapes: the first values are those of a state. Before them are
+    the next round, and how many rounds are over that are not applied yet.
     """
+    self.trace(*arrays)
     self._tag_training(arrays)
     self._make_follower()
-    link, arrays = self._link, list(arrays)
+    link, current = self._link, list(arrays)
     while True:
       try:
         with link.interruptible():
           if link.open < 0:
-            self._say_hello(arrays)
+            self._say_hello(current)
           if link.position.chain:
-            self._apply_list(arrays)
+            self._apply_list(current)
           else:
-            self._take(arrays)
+            self._take(current)
       except Behind:
         continue
-      with modules.in_transform():
-        (args, _), _ = self._call.form.merge(arrays, inner=True)
       at = link.position.round
-      yield Followed(at, link.open - at, args)
+      yield at, link.open - at, current
 
   def _run_step(self, arrays: Sequence[Any]) -> list[Any]:
     self.trace(*arrays)
@@ -190,6 +210,7 @@ class RemoteProgram:
     with traced_configs() as configs:
       make = jax.make_jaxpr(self._run, return_shape=True)
       closed, (_, self._returned) = make(*arrays, index=np.int32(self._rank))
+    closed = flat(closed)
     self._plan = PartedStep(closed, donated=self._donated)
     if self._workers.mesh is None:  # else shardings are known when it runs
       self._plan.compile()
@@ -203,17 +224,13 @@ class RemoteProgram:
         ' optimizer state, from which other workers start. Return both, as'
         ' they were passed.'
       )
-    others = [
-      n
-      for n, a in enumerate(self._call.arrays)
-      if a.role is Role.SHARED and n not in self._nexts
-    ]
+    others = [n for n in self._shared_args if n not in self._nexts]
     self._given = [n for n in others if closed.in_avals[n].size <= _FEW]
     self._others = [n for n in others if n not in self._given]
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
     self._shared: str = ', '.join(
-      f'{self._call.arrays[n].name} {closed.in_avals[n]}' for n in self._nexts
+      f'{self._names[n]} {closed.in_avals[n]}' for n in self._nexts
     )
     self._text: dict[str, str] = agreement.describe(configs) | {
       'workers': str(self._workers.count),
@@ -237,7 +254,7 @@ class RemoteProgram:
         self._apply_list(arrays)
       except NotClosedError:
         link.position = at
-    for number, (_, *copies) in self._call.own_params.items():
+    for number, copies in self._copies.items():
       for own in copies:
         arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
     return arrays
@@ -275,7 +292,7 @@ class RemoteProgram:
     if tag == self._tag:
       return False
     if tag[:8] == self._tag[:8]:
-      names = ', '.join(self._call.arrays[n].name for n in self._given)
+      names = ', '.join(self._names[n] for n in self._given)
       raise ValueError(
         f'{names} must be equal on all workers in each round, got another'
         f' value than the others in {self._workers}. A worker that is late'
@@ -305,7 +322,8 @@ class RemoteProgram:
   ) -> list[Any]:
     """Runs a plan, with messages as bytes: b'' if it only receives."""
 
-    def meet(types: list[Any], sent: list[Any] | None) -> list[Any]:
+    def meet(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
+      types: list[Any] = [eqn.invars[0].aval for eqn in eqns]
       body = b'' if sent is None else self._tag + _joined(sent)
       is_wanted = self._link.position.wants_state
       messages = exchange(arrays, body)
