@@ -146,39 +146,31 @@ def scale_by_demo(
     m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i)
 
-  What the value code loses stays in :math:`m_i`. A worker whose gradient or
-  message is damaged is excluded by all (`exchange.algorithm`).
+  All exclude a worker whose gradient or message is damaged
+  (`exchange.algorithm`).
 
   Args:
-    compressor: one, a tree like the parameters (one may stand for a subtree),
-      or a function from the parameters to such a tree. `None` averages a leaf
-      uncompressed; `compressors.FROZEN` leaves it unchanged.
+    compressor: one, a prefix tree, or a function from parameters to it. `None`
+      averages a leaf uncompressed; `compressors.FROZEN` leaves it unchanged.
     decay: :math:`\beta`, in `[0, 1)`.
     workers: the workers in the exchange.
-    alpha: share that leaves the momentum, in `[0, 1]`; 0.2 was best in the
-      paper's second version.
-    average: `'senders'` divides a coefficient by how many workers sent it (the
-      published code); `'workers'` by how many are valid.
-    gradient_weight: :math:`w`, a number or a schedule over steps; `1 - decay`
-      for a moving average, as in the second version.
-    exchange: `'all_gather'`; or `'all_to_all'`: each worker merges its share of
-      the chunks, and `demo_optax.plan` says whether that receives fewer bytes.
-    update_values: the code for updates in `'all_to_all'`:
-      `'ternary'` keeps signs alone, for `optax.scale_by_sign`; what another one
-      (see `dct_topk`) loses, owners send later.
-    delayed: whether a step exchanges the messages of the step before, which the
-      state holds. This exchange depends on no gradient of the step, and may run
-      beside it. The first update is zero, and the last message is not applied.
-      Leaves that are averaged uncompressed are not delayed.
+    alpha: share that leaves the momentum, in `[0, 1]`.
+    average: divides a coefficient by how many workers sent it (`'senders'`, as
+      the published code), or by all that are valid (`'workers'`).
+    gradient_weight: :math:`w`, a number or a schedule; `1 - decay` as in the
+      second version.
+    exchange: `'all_gather'`, or `'all_to_all'`: each worker merges its share.
+    update_values: how `'all_to_all'` writes updates: `'ternary'` for
+      `optax.scale_by_sign`; losses by others (see `dct_topk`) are sent later.
+    delayed: exchange the last step's message, beside this step's gradient. The
+      first update is zero. Uncompressed leaves are not delayed.
 
   Returns:
-    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
-    gradients `[workers, ...]` (in a `data_parallel` step and with
-    `Workers.on_axis`, the worker's), and returns updates like the parameters,
-    in the gradients' dtypes. `update(..., weight=tokens)` weights the averages,
-    for batches of unlike sizes: a number for each worker, `[workers]`, or the
-    worker's, `[]`. One that is not from :math:`2^{-30}` to :math:`2^{30}`, such
-    as 0 or NaN, excludes the worker.
+    An aggregator. Its `update` takes stacked gradients `[workers, ...]` (the
+    worker's in a `data_parallel` step and with `Workers.on_axis`).
+    `update(..., weight=tokens)` weights averages by `[workers]` numbers, or the
+    worker's `[]`, from :math:`2^{-30}` to :math:`2^{30}`; others exclude the
+    worker.
 
   Raises:
     ValueError: averaged gradients; a state for other workers, leaves or

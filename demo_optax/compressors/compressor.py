@@ -284,7 +284,8 @@ def full() -> Compressor:
 
   It is "Full" in `DeToNATION <https://arxiv.org/abs/2502.06728>`_.
   """
-  return Compressor(selectors.Everything(), bases.Identity())
+  # All workers select the same: everything, by a stride of one.
+  return Compressor(selectors.Striding(1.0), bases.Identity())
 
 
 def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:

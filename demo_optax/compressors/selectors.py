@@ -193,21 +193,3 @@ class Slicing(_Share):
     starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
     start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
     return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Everything:
-  """All coefficients."""
-
-  shared: ClassVar[bool] = True
-
-  def count(self, n: int) -> int:
-    return n
-
-  def __call__(
-    self,
-    coefficients: Array,
-    step: Array,
-  ) -> Array:
-    del step
-    return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]
