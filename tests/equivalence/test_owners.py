@@ -30,7 +30,7 @@ SHAPES = {  # more chunks than workers, and fewer
   'bias': (64,),
   'scalar': (),
 }
-LOSSY = ['bfloat16', 'int8', 'int4', 'sign']
+LOSSY = ['bfloat16', 'int4', 'sign']  # int8 is int4 with more levels
 
 
 def gradients_of(step, count):
@@ -88,8 +88,9 @@ def momentum(state):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('count', [3, 8])
-def test_signs_are_those_of_an_all_gather(count):
+def test_signs_are_those_of_an_all_gather():
+  """Eight chunks, of six owners: two have padding, and two nothing else."""
+  count = 6
   expected, before = train(count, 'all_gather')
   found, after = train(count, 'all_to_all')
   assert_same_bits(found, expected)
@@ -98,10 +99,7 @@ def test_signs_are_those_of_an_all_gather(count):
     expected_metric = demo_optax.exchange_info(before)[name]
     np.testing.assert_allclose(x, expected_metric, rtol=1e-5, err_msg=name)
   # Zeros move nothing: else cancelled sums would show nothing.
-  assert (
-    count < 8
-    or np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
-  )
+  assert np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
 
 
 @pytest.mark.core
@@ -179,21 +177,20 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
   assert np.any(alone[:, chunks[2]] != whole[:, chunks[2]])
 
 
-@pytest.mark.parametrize(
-  'shared',
-  [
-    compressors.Compressor(
-      compressors.RandomSubset(1 / 4), compressors.Identity()
-    ),
-    pytest.param(compressors.full(), marks=pytest.mark.core),
-    COMPRESSOR,
-  ],
-)
-def test_exact_updates_and_what_all_share_are_as_before(shared):
+@pytest.mark.core
+def test_exact_updates_and_what_all_share_are_as_before():
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)
   params = workers.device_put(random_tree(9, SHAPES))
-  mixed = {**dict.fromkeys(SHAPES, shared), 'few': COMPRESSOR, 'bias': None}
+  shared = compressors.Compressor(
+    compressors.RandomSubset(1 / 4), compressors.Identity()
+  )
+  mixed = {
+    'matrix': COMPRESSOR,
+    'few': shared,
+    'bias': None,
+    'scalar': compressors.full(),
+  }
 
   def run(exchange):
     tx = owners(workers, 'float32', mixed, exchange)
@@ -202,6 +199,19 @@ def test_exact_updates_and_what_all_share_are_as_before(shared):
     )[0]
 
   assert_same_bits(run('all_to_all'), run('all_gather'))
+
+
+def test_without_a_chunk_to_own_nothing_is_broadcast():
+  params = random_tree(9, SHAPES)
+  workers = demo_optax.Workers.simulated(4)
+  programs = []
+  for exchange in ('all_to_all', 'all_gather'):
+    tx = owners(workers, 'sign', compressors.full(), exchange)
+    state = jax.eval_shape(tx.init, params)
+    programs.append(
+      jax.make_jaxpr(tx.update)(gradients_of(0, 4), state, params)
+    )
+  assert str(programs[0]) == str(programs[1])
 
 
 # Codes that lose something ----------------------------------------------------
