@@ -662,7 +662,7 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
   """
   params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
-  for rate, other in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
+  for rate, other in ((0.0, 1e-5), (1e-5, 0.0)):
     updates, _ = update_of(
       params, gradients, rate, other_learning_rate=other, compressor=EVERYTHING
     )
@@ -777,7 +777,9 @@ def test_boxes_of_linen():
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize('case', ['stack', 'sharded'])
+@pytest.mark.parametrize(
+  'case', [pytest.param('stack', marks=pytest.mark.slow), 'sharded']
+)
 def test_matrices_without_gradients_come_to_rest(case):
   """Experts that get no tokens, and no momentum moves them for long."""
   rng = np.random.default_rng(12)
