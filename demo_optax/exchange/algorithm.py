@@ -260,7 +260,7 @@ def _read_own(
   group: Group,
   message: Mapping[str, Array],
 ) -> list[Received]:
-  """Returns what others read in this worker's last message, by bucket."""
+  """Returns this worker's last message as others read it, by bucket."""
   alone = dataclasses.replace(group, size=1)
   rows = jax.tree.map(lambda x: x[None], message)
   received, _ = packer.unpack(rows, alone)

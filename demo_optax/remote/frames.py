@@ -105,7 +105,7 @@ def unpacked(closed: Sequence[bytes]) -> list[bytes]:
 
 
 def then_of(closed: Sequence[bytes]) -> int:
-  """Returns what workers do after a list; of other frames, any number."""
+  """Returns the workers' task after a list; of other frames, any number."""
   return int.from_bytes(closed[0][-1:], 'little')
 
 

@@ -337,7 +337,7 @@ class RemoteProgram:
     return plan.run([*arrays, np.int32(self._rank)], exchange)
 
   def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
-    """Returns what all workers have sent, for each array that was sent."""
+    """Returns the arrays of all workers, for each array that was sent."""
     rows = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
     present = np.array([bool(message) for message in messages])
     ranks = [*map(int, np.flatnonzero(present))]

@@ -20,7 +20,7 @@ sends is in capitals, see `frames`.
     awaited  LISTEN                            AGAIN    awaited
     awaited  PAUSE                             -        idle
     awaited  the deadline passes               -        idle
-    awaited  MESSAGE of another position       GONE     joining
+    awaited  MESSAGE of another position       GONE     awaited
     sent     PAUSE                             -        sent
     sent     LISTEN                            -        sent
     sent     all have sent                     LIST     awaited
@@ -29,7 +29,7 @@ sends is in capitals, see `frames`.
     idle     MESSAGE                           -        sent
     idle     MESSAGE of a closed round         LIST     awaited
     idle     LISTEN of a closed round          LIST     idle
-    idle     LISTEN of another position        GONE     joining
+    idle     LISTEN of another position        GONE     idle
     awaited  PULL                              PULL     joining
     joining  PULL without a state              PULL     joining
     joining  PULL of a state                   PULL     joining
@@ -380,7 +380,9 @@ class Rounds:
   def _listen(self, member: _Member, identity: bytes, header: Header) -> None:
     number = header.round
     if not self._lists.lead_from(header):
-      return self._gone(member, identity)
+      # It will ask for a state, unless somebody else has sent this.
+      self._send(identity, Header(frames.GONE, member.rank, self.round))
+      return
     if not member.follows:
       self._last_seen = self._clock()
     was_asked = (member.identity, member.asked) == (identity, number)
@@ -393,13 +395,6 @@ class Rounds:
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
       self._send_list(member, number, self._lists.read(number))
-
-  def _gone(self, member: _Member, identity: bytes) -> None:
-    """Says that a worker must join."""
-    if not member.joins:
-      self._say('worker %d joins', member.rank)
-    member.joins, member.awaited = True, False
-    self._send(identity, Header(frames.GONE, member.rank, self.round))
 
   @property
   def _limit(self) -> float:
@@ -443,7 +438,7 @@ class Rounds:
       self._say(text, self.round, self._median, len(closed) - 1)
 
   def _next_step(self) -> int:
-    """Returns what workers do in the training step after this one.
+    """Returns the task of workers in the training step after this one.
 
     Who sends its state does so after that step: a state that is still wanted
     then is not wanted once more.
@@ -552,6 +547,8 @@ class Rounds:
     `taken` is the chain of the state that this worker has taken before, of
     which it can make no use.
     """
+    if not member.joins:
+      self._say('worker %d joins', member.rank)
     member.joins, member.awaited = True, False
     state = self._usable_state
     part = []

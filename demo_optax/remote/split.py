@@ -180,7 +180,7 @@ class PartedStep:
     return _Meeting(eqn, variables(reads), writes, branches)
 
   def _by_depth(self) -> list[list[_Meeting]]:
-    """Returns what exchanges, by the number of exchanges before it."""
+    """Returns equations that exchange, by the exchanges before them."""
     depths: dict[Any, int] = {}
     rounds: dict[int, list[_Meeting]] = {}
     # Of all equations: one that only receives must count as the others do.

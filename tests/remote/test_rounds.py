@@ -139,7 +139,7 @@ def idle(desk):
 def joining(desk):
   idle(desk)
   desk.one.chain = b'x' * frames.CHAIN
-  desk.one.send(frames.LISTEN)
+  desk.one.send(frames.PULL, b'')
 
 
 # What happens then.
