@@ -63,11 +63,6 @@ class ChunkFormat:
     exponent = jnp.finfo(self.dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
-  @property
-  def largest_sent(self) -> float:
-    """Half of `max_magnitude`, for rounding; the rest stays in momentum."""
-    return self.max_magnitude / 2
-
   def num_bytes(self, chunks: int) -> int:
     """Returns the bytes of this many chunks among others, without padding."""
     return sum(math.ceil(chunks * code.bits / 8) for code in self._codes)
@@ -86,7 +81,8 @@ class ChunkFormat:
     Returns uint32 `[..., words]`, and the values that receivers decode.
     `indices` is None if `k` is `n`.
     """
-    most = self.largest_sent
+    # Half of what is accepted, for rounding; the rest stays in momentum.
+    most = self.max_magnitude / 2
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
       if self.grouped:

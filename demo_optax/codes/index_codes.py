@@ -115,6 +115,7 @@ class EliasFano(IndexCode):
     return (self.k, self.low), (self._unary_size, 1)
 
   def encode(self, indices: Array) -> Array:
+    # Distinct and ascending, although several may have the same high bits.
     rest = (indices >> self.low) + order_of(indices)
     unary = _ones_at(rest, self._unary_size)
     return self.pack(indices & (2**self.low - 1), unary)
@@ -124,6 +125,7 @@ class EliasFano(IndexCode):
     data: Array,
     chunks: int,
   ) -> Array:
+    # [..., chunks, k] and [..., chunks, size]
     lows, unary = self.unpack(data, chunks)
     places = _places_of(unary, self.k)
     rest = places - order_of(places)
@@ -147,6 +149,7 @@ def _ones_at(
 ) -> Array:
   """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
   rows = places.reshape(-1, places.shape[-1])
+  # [rows, size]; each place is written once, so in any order.
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
   ones = zeros.at[packing.row_numbers(rows), rows].set(
     1,

@@ -86,7 +86,7 @@ class BFloat16(ValueCode):
     data: Array,
     chunks: int,
   ) -> Array:
-    (halves,) = self.unpack(data, chunks)
+    (halves,) = self.unpack(data, chunks)  # [..., chunks, k]
     return _from_halves(halves).astype(self.dtype)
 
 
@@ -120,6 +120,7 @@ class Scaled(ValueCode):
     data: Array,
     chunks: int,
   ) -> Array:
+    # [..., chunks, k] and [..., chunks, 1]
     numbers, halves = self.unpack(data, chunks)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
     scales = _from_halves(halves)
@@ -145,7 +146,7 @@ class Ternary(ValueCode):
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
     digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
     digits = digits.reshape(*lead, _PER_WORD, size)  # [..., 20, words]
-    powers = lax.broadcast_to_rank(_POWERS, digits.ndim)
+    powers = lax.broadcast_to_rank(_POWERS, digits.ndim)  # [..., 20, 1]
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
@@ -156,7 +157,7 @@ class Ternary(ValueCode):
   ) -> Array:
     """Returns the signs; words that no signs encode to become zeros."""
     *lead, _ = data.shape
-    words = data[..., None, :]
+    words = data[..., None, :]  # [..., 1, words]
     powers = lax.broadcast_to_rank(_POWERS, words.ndim)
     digits = words // powers % jnp.uint32(3)  # [..., 20, words]
     known = words < jnp.uint32(3**_PER_WORD)
@@ -171,8 +172,9 @@ def _nearest_levels(
   limit: int,
 ) -> tuple[Array, Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
-  largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-  scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
+  largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)  # [..., 1]
+  spacing = largest.astype(jnp.float32) * np.float32(1 / limit)
+  scales = _scales(spacing, limit)
   inverse = plain.where(scales > 0, 1 / scales, 0).astype(values.dtype)
   # The scale may have been rounded down, or be the largest there is.
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
@@ -194,6 +196,7 @@ def _mean_magnitude(values: Array) -> Array:
   # Clip so that the sum cannot overflow; such values' scale is irrelevant.
   x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
   x = plain.pad_to(x, width)
+  # Neighbours at half of the width, then at a quarter: a tree of sums.
   while width > 1:
     width //= 2
     x = x[..., :width] + x[..., width:]
@@ -210,8 +213,9 @@ def _scales(
 
 def _largest_scale(limit: int) -> float:
   """Returns the largest bfloat16 whose product with `limit` is finite."""
-  largest = np.float32(_MAX / limit).view(np.uint32) & np.uint32(0xFFFF0000)
-  return float(largest.view(np.float32))
+  bits = np.float32(_MAX / limit).view(np.uint32)
+  upper = bits & np.uint32(0xFFFF0000)  # those of bfloat16
+  return float(upper.view(np.float32))
 
 
 def _round(x: Array) -> Array:

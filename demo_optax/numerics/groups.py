@@ -34,10 +34,11 @@ def largest(
   the lower bits from the complement of its place. Magnitudes that differ in the
   lower bits alone count as equal; among equals the lowest place wins.
   """
-  table = _table(jnp.abs(coefficients), k)
+  table = _table(jnp.abs(coefficients), k)  # [rows, places, k]
   integer = jnp.int64 if table.dtype.itemsize == 8 else jnp.int32
   last = table.shape[1] - 1
   low = (1 << last.bit_length()) - 1  # the bits that hold a place
+  # Numbers that are not negative sort like their bits.
   bits = lax.bitcast_convert_type(table, integer)
   place = lax.broadcasted_iota(integer, table.shape, 1)
   keys = (bits & ~low) | (last - place)

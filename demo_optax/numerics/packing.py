@@ -62,7 +62,8 @@ def unpack_bits(
   first = start = 0
   for part in _parts(width):
     last = first + packed_words(count, part)
-    plane = words[..., None, first:last]
+    plane = words[..., None, first:last]  # [..., 1, words]
+    # [..., numbers of a word, words]
     x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
     x = x.reshape(*lead, -1)[..., :count]  # without padding
     if start:
@@ -102,7 +103,8 @@ def places_of_ones(
   # [rows, words, bits]
   bits = plain.pad_to(ones, number * _WORD).reshape(rows, number, _WORD)
   shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
-  words = jnp.sum(bits.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+  shifted = bits.astype(jnp.uint32) << shifts
+  words = jnp.sum(shifted, axis=2, dtype=jnp.uint32)  # [rows, words]
   counts = lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
   order = jnp.arange(number, dtype=jnp.int32)
@@ -111,7 +113,7 @@ def places_of_ones(
   until = jnp.sum(until, axis=2, dtype=jnp.int32)  # [rows, words]
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
-  word = jnp.sum(passed, axis=2, dtype=jnp.int32)
+  word = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
   before = jnp.max(plain.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   places = _WORD * word + _place_in_word(within, rank - before)
