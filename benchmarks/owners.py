@@ -40,6 +40,7 @@ from demo_optax import __main__ as shapes
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange import message as wire
+from demo_optax.numerics import platform
 from demo_optax.workers import Group
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -58,14 +59,17 @@ def config_of(
 ) -> exchange_lib.ExchangeConfig:
   """Returns what is static in an exchange of `count` workers."""
   layout = step_lib.layout_of(params, compressor())
-  return exchange_lib.make_config(layout, 'senders', exchange, count, 'ternary')
+  owners = count if exchange == 'all_to_all' else None
+  return exchange_lib.ExchangeConfig(
+    layout, 'senders', platform.of(), owners, 'ternary'
+  )
 
 
 def random_updates(
   config: exchange_lib.ExchangeConfig, count: int
 ) -> jax.Array:
   """Packs what `count` owners tell: uint8 `[count, bytes]`."""
-  owners = config.update_packer
+  owners = config.owners
   buckets = dict(enumerate(config.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
@@ -93,11 +97,11 @@ class Merging:
     config = config_of(params, exchange, count)
     group = Group('workers', count)
     self.inputs = [step_lib.messages(config.packer, count)]
-    if config.update_packer is not None:
+    if config.owners is not None:
       self.inputs.append(random_updates(config, count - 1))
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
-      packer, owners = config.packer, config.update_packer
+      packer, owners = config.packer, config.owners
       received, report = packer.unpack({packer.name: arrived}, group)
       merged, distinct = zip(
         *[

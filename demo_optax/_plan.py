@@ -11,12 +11,8 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.exchange.algorithm import (
-  ExchangeConfig,
-  ExchangeKind,
-  make_config,
-)
-from demo_optax.transformation import resolve_exchange
+from demo_optax.exchange.algorithm import ExchangeConfig, ExchangeKind
+from demo_optax.transformation import resolve_update_values
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
 from demo_optax.workers.param_specs import REPLICATED
@@ -249,17 +245,13 @@ def plan(
     if not leaf.is_frozen:
       leaves.append(LeafBytes(leaf, leaf.record == alone.record))
       size += math.prod(leaf.shape)
-  exchange, values = resolve_exchange(
-    exchange,
-    update_values,
-    workers,
-  )
-  config = make_config(
+  values = resolve_update_values(exchange, update_values, workers)
+  config = ExchangeConfig(
     layout,
-    'senders',
-    exchange,
-    count,
-    values,
+    average='senders',
+    platform='',
+    num_owners=count if exchange == 'all_to_all' else None,
+    update_values=values,
     weighted=weighted,
   )
   # By one device; its worker moves as much by each of its devices.
@@ -290,10 +282,10 @@ def _sent_by_device(
   weighted: bool,
 ) -> tuple[int, int, int]:
   """Returns bytes in a device's message, summands, and all owners' updates."""
-  packer, owners, layout = config.packer, config.update_packer, config.layout
+  packer, owners, layout = config.packer, config.owners, config.layout
   message = summed = updates = 0
-  for name, (shape, dtype) in packer.shapes.items():
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+  for name, array in packer.shapes.items():
+    num_bytes = array.size * array.dtype.itemsize
     if name == packer.name:
       message += num_bytes
     else:

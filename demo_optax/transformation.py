@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from typing import Any, NamedTuple, get_args
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chex import Numeric
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
@@ -44,17 +46,26 @@ class LayoutOf:
 def _register(flax: Any) -> None:
   """Tells `flax.serialization` how a layout is saved, once."""
   flax.register_serialization_state(
-    LayoutOf, lambda x: {'digest': x.digest}, _restored
+    LayoutOf,
+    lambda x: {'digest': x.digest},
+    _restored,
   )
 
 
-def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+def _restored(
+  target: LayoutOf,
+  saved: dict[str, Any],
+) -> LayoutOf:
   """Returns a layout's state from what `flax.serialization` saved."""
   check_digest(saved['digest'], target.layout)
   return LayoutOf(saved['digest'], target.layout)
 
 
-def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
+def layouts_in(
+  tree: Any,
+  *,
+  checked: bool = False,
+) -> dict[Keys, Layout]:
   """Returns the layouts in all states in a tree, by their paths.
 
   Leaves out states without types, as Flax makes them. If `checked`, raises for
@@ -99,10 +110,10 @@ class DeMoState(NamedTuple):
 
 def scale_by_demo(
   compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
-  decay: chex.Numeric = 0.999,
+  decay: Numeric = 0.999,
   *,
   workers: Workers,
-  alpha: chex.Numeric = 1.0,
+  alpha: Numeric = 1.0,
   average: topk.Average = 'senders',
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
@@ -135,39 +146,31 @@ def scale_by_demo(
     m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i)
 
-  What the value code loses stays in :math:`m_i`. A worker whose gradient or
-  message is damaged is excluded by all (`exchange.algorithm`).
+  All exclude a worker whose gradient or message is damaged
+  (`exchange.algorithm`).
 
   Args:
-    compressor: one, a tree like the parameters (one may stand for a subtree),
-      or a function from the parameters to such a tree. `None` averages a leaf
-      uncompressed; `compressors.FROZEN` leaves it unchanged.
+    compressor: one, a prefix tree, or a function from parameters to it. `None`
+      averages a leaf uncompressed; `compressors.FROZEN` leaves it unchanged.
     decay: :math:`\beta`, in `[0, 1)`.
     workers: the workers in the exchange.
-    alpha: share that leaves the momentum, in `[0, 1]`; 0.2 was best in the
-      paper's second version.
-    average: `'senders'` divides a coefficient by how many workers sent it (the
-      published code); `'workers'` by how many are valid.
-    gradient_weight: :math:`w`, a number or a schedule over steps; `1 - decay`
-      for a moving average, as in the second version.
-    exchange: `'all_gather'`; `'all_to_all'`: each worker merges its share of
-      the chunks; or `'auto'`: the one that receives fewer bytes.
-    update_values: the code for updates in `'all_to_all'` and `'auto'`:
-      `'ternary'` keeps signs alone, for `optax.scale_by_sign`; what another one
-      (see `dct_topk`) loses, owners send later.
-    delayed: whether a step exchanges the messages of the step before, which the
-      state holds. This exchange depends on no gradient of the step, and may run
-      beside it. The first update is zero, and the last message is not applied.
-      Leaves that are averaged uncompressed are not delayed.
+    alpha: share that leaves the momentum, in `[0, 1]`.
+    average: divides a coefficient by how many workers sent it (`'senders'`, as
+      the published code), or by all that are valid (`'workers'`).
+    gradient_weight: :math:`w`, a number or a schedule; `1 - decay` as in the
+      second version.
+    exchange: `'all_gather'`, or `'all_to_all'`: each worker merges its share.
+    update_values: how `'all_to_all'` writes updates: `'ternary'` for
+      `optax.scale_by_sign`; losses by others (see `dct_topk`) are sent later.
+    delayed: exchange the last step's message, beside this step's gradient. The
+      first update is zero. Uncompressed leaves are not delayed.
 
   Returns:
-    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
-    gradients `[workers, ...]` (in a `data_parallel` step and with
-    `Workers.on_axis`, the worker's), and returns updates like the parameters,
-    in the gradients' dtypes. `update(..., weight=tokens)` weights the averages,
-    for batches of unlike sizes: a number for each worker, `[workers]`, or the
-    worker's, `[]`. One that is not from :math:`2^{-30}` to :math:`2^{30}`, such
-    as 0 or NaN, excludes the worker.
+    An aggregator. Its `update` takes stacked gradients `[workers, ...]` (the
+    worker's in a `data_parallel` step and with `Workers.on_axis`).
+    `update(..., weight=tokens)` weights averages by `[workers]` numbers, or the
+    worker's `[]`, from :math:`2^{-30}` to :math:`2^{30}`; others exclude the
+    worker.
 
   Raises:
     ValueError: averaged gradients; a state for other workers, leaves or
@@ -187,40 +190,43 @@ def scale_by_demo(
     _checks.check_range('gradient_weight', gradient_weight, '(-inf, inf)')
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
-  exchange, written = resolve_exchange(exchange, update_values, workers)
+  values = resolve_update_values(exchange, update_values, workers)
   if delayed and exchange != 'all_gather':
     raise ValueError(
       f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
       " 'all_gather', or leave out delayed."
     )
-  if delayed and isinstance(alpha, jax.Array):
-    raise ValueError(
-      'alpha must be a number with delayed=True, got an array, which may be'
-      ' another one when a message leaves the momentum. Give a Python number.'
-    )
 
   def config_of(
-    layout: Layout, weighted: bool = False
+    layout: Layout,
+    weighted: bool = False,
   ) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
-    count = None
-    if exchange != 'all_gather':
+    num_owners = None
+    if exchange == 'all_to_all':
       try:
-        count = workers.count
+        num_owners = workers.count
       except ValueError:  # `on_axis`, outside of the map
-        if written not in WITHOUT_RESIDUAL:  # the state depends on it
+        if values not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
-    runs_on = platform.of(workers.mesh)
-    return algorithm.make_config(
+    config = algorithm.ExchangeConfig(
       layout,
       average,
-      exchange,
-      count,
-      written,
-      runs_on,
+      platform.of(workers.mesh),
+      num_owners,
+      values,
       delayed,
       weighted,
     )
+    if delayed and (shared := config.packer.summed):
+      numbers = itertools.chain(*shared.values())
+      names = ', '.join(layout.buckets[number].name for number in numbers)
+      raise ValueError(
+        'compressor must let each worker choose what it sends with'
+        f' delayed=True, got one whose places all workers share in {names}.'
+        ' Give those leaves demo_optax.dct_topk().'
+      )
+    return config
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
@@ -233,7 +239,8 @@ def scale_by_demo(
       count=workers.device_put(jnp.zeros((), jnp.int32)),
       metrics=workers.device_put(algorithm.no_metrics()),
       layout=LayoutOf(
-        workers.device_put(jnp.asarray(config.layout.digest)), config.layout
+        workers.device_put(jnp.asarray(config.layout.digest)),
+        config.layout,
       ),
       worker_stacked=structure.unflatten(
         lift.bucket_zeros(workers, tuple(types))
@@ -245,7 +252,7 @@ def scale_by_demo(
     state: DeMoState,
     params: chex.ArrayTree | None = None,
     *,
-    weight: chex.Numeric | None = None,
+    weight: Numeric | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     of_gradient = gradient_weight
@@ -270,7 +277,11 @@ def scale_by_demo(
     return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
-    updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
+    updates: Any,
+    state: DeMoState,
+    params: Any,
+    hyper: Any,
+    workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
@@ -332,7 +343,10 @@ def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
 
 
 def check_layout(
-  state: DeMoState, params: Any, compressor: CompressorTree, workers: Workers
+  state: DeMoState,
+  params: Any,
+  compressor: CompressorTree,
+  workers: Workers,
 ) -> None:
   """Raises unless a state was made for such parameters and compressors."""
   found = state.layout.layout
@@ -344,7 +358,9 @@ def check_layout(
 
 
 def _check_buckets(
-  state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
+  state: DeMoState,
+  config: algorithm.ExchangeConfig,
+  workers: Workers,
 ) -> None:
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
@@ -364,7 +380,10 @@ def _check_buckets(
       )
 
 
-def check_digest(digest: Any, layout: Layout) -> None:
+def check_digest(
+  digest: Any,
+  layout: Layout,
+) -> None:
   """Raises if the momentum was saved with another layout, where that shows."""
   is_array = isinstance(digest, jax.Array | np.ndarray)
   if not is_array or isinstance(digest, jax.core.Tracer):
@@ -378,29 +397,23 @@ def check_digest(digest: Any, layout: Layout) -> None:
     )
 
 
-def resolve_exchange(
-  exchange: algorithm.ExchangeKind,
+def resolve_update_values(
+  exchange: str,
   update_values: str | None,
   workers: Workers,
-) -> tuple[algorithm.ExchangeKind, str]:
-  """Returns the exchange of these workers, and the code for updates.
-
-  Raises unless the arguments make sense.
-  """
+) -> str:
+  """Returns the code for updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
+  if workers.only_gathers and exchange == 'all_to_all':
+    raise ValueError(
+      "exchange must be 'all_gather' with a relay, which sends all messages to"
+      " all workers, got 'all_to_all'. Give 'all_gather'."
+    )
   if update_values is not None:
     _checks.check_choice('update_values', update_values, UPDATE_VALUES)
-  if workers.only_gathers:
-    if exchange == 'all_to_all':
-      raise ValueError(
-        "exchange must be 'all_gather' with a relay, which sends all messages"
-        " to all workers, got 'all_to_all'. Give 'all_gather' or 'auto'."
-      )
-    exchange = 'all_gather'
-  if update_values is not None:
-    return exchange, update_values
+    return update_values
   if exchange == 'all_gather':
-    return exchange, 'float32'
+    return 'float32'
   raise ValueError(
     f'update_values must be given for exchange={exchange!r}, got None. Give'
     " 'ternary' if the signs of updates are taken (optax.scale_by_sign,"

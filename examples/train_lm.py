@@ -83,7 +83,7 @@ def parse_args(
     '--exchange',
     'all_to_all: for many workers',
     default='all_gather',
-    choices=['all_gather', 'all_to_all', 'auto'],
+    choices=['all_gather', 'all_to_all'],
   )
   add(
     '--warmup',

@@ -76,7 +76,11 @@ class ChunkFormat:
     """Returns the words that this many chunks take in a message."""
     return sum(code.words(chunks) for code in self._codes)
 
-  def encode(self, indices: Array | None, values: Array) -> tuple[Array, Array]:
+  def encode(
+    self,
+    indices: Array | None,
+    values: Array,
+  ) -> tuple[Array, Array]:
     """Writes values `[..., chunks, k]` and their ascending int32 indices.
 
     Returns uint32 `[..., words]`, and the values that receivers decode.
@@ -91,7 +95,9 @@ class ChunkFormat:
     return data, sent
 
   def decode(
-    self, data: Array, chunks: int
+    self,
+    data: Array,
+    chunks: int,
   ) -> tuple[Array | None, Array, Array]:
     """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
@@ -105,7 +111,9 @@ class ChunkFormat:
     return self._decode(data, chunks)
 
   def _decode(
-    self, data: Array, chunks: int
+    self,
+    data: Array,
+    chunks: int,
   ) -> tuple[Array | None, Array, Array]:
     """As `decode`, for words `[..., words]`."""
     split = self.value_code.words(chunks)

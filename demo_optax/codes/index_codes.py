@@ -28,7 +28,10 @@ class IndexCode(Code):
 
 
 @functools.cache
-def cheapest(n: int, k: int) -> IndexCode:
+def cheapest(
+  n: int,
+  k: int,
+) -> IndexCode:
   """Returns the code that takes the fewest bits for `k < n` places.
 
   >>> cheapest(4096, 32)
@@ -56,7 +59,11 @@ class FixedWidth(IndexCode):
   def encode(self, indices: Array) -> Array:
     return self.pack(indices)
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     (numbers,) = self.unpack(data, chunks)
     return numbers.astype(jnp.int32)
 
@@ -73,7 +80,11 @@ class Bitmap(IndexCode):
   def encode(self, indices: Array) -> Array:
     return self.pack(_ones_at(indices, self.n))
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     (ones,) = self.unpack(data, chunks)
     return _places_of(ones, self.k)
 
@@ -108,7 +119,11 @@ class EliasFano(IndexCode):
     unary = _ones_at(rest, self._unary_size)
     return self.pack(indices & (2**self.low - 1), unary)
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     lows, unary = self.unpack(data, chunks)
     places = _places_of(unary, self.k)
     rest = places - order_of(places)
@@ -126,7 +141,10 @@ def order_of(indices: Array) -> Array:
   return jax.lax.broadcast_to_rank(order, indices.ndim)
 
 
-def _ones_at(places: Array, size: int) -> Array:
+def _ones_at(
+  places: Array,
+  size: int,
+) -> Array:
   """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
   rows = places.reshape(-1, places.shape[-1])
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
@@ -140,7 +158,10 @@ def _ones_at(places: Array, size: int) -> Array:
   return ones.reshape(*places.shape[:-1], size)
 
 
-def _places_of(ones: Array, k: int) -> Array:
+def _places_of(
+  ones: Array,
+  k: int,
+) -> Array:
   """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
   rows = ones.reshape(-1, ones.shape[-1])
   places = packing.places_of_ones(rows == 1, k)

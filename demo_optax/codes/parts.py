@@ -47,7 +47,11 @@ class Code:
     """
     raise NotImplementedError
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     """Undoes `encode`, for arbitrary words."""
     raise NotImplementedError
 
@@ -59,7 +63,11 @@ class Code:
       packed.append(row if width == 32 else packing.pack_bits(row, width))
     return jnp.concatenate(packed, axis=-1)
 
-  def unpack(self, data: Array, chunks: int) -> list[Array]:
+  def unpack(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> list[Array]:
     """Undoes `pack`; returns uint32 arrays."""
     numbers, first = [], 0
     for (count, width), size in zip(self.parts, self._sizes(chunks)):

@@ -58,7 +58,11 @@ class Exact(ValueCode):
     words = words.reshape(*values.shape, -1)  # [..., k, words of a value]
     return self.pack(*jnp.moveaxis(words, -1, 0)), values
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     # [..., k, words of a value]
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
     values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
@@ -77,7 +81,11 @@ class BFloat16(ValueCode):
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
     return self.pack(_to_halves(rounded)), rounded.astype(values.dtype)
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     (halves,) = self.unpack(data, chunks)
     return _from_halves(halves).astype(self.dtype)
 
@@ -107,7 +115,11 @@ class Scaled(ValueCode):
     data = self.pack(numbers, _to_halves(scales))
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     numbers, halves = self.unpack(data, chunks)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
     scales = _from_halves(halves)
@@ -137,7 +149,11 @@ class Ternary(ValueCode):
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
-  def decode(self, data: Array, chunks: int) -> Array:
+  def decode(
+    self,
+    data: Array,
+    chunks: int,
+  ) -> Array:
     """Returns the signs; words that no signs encode to become zeros."""
     *lead, _ = data.shape
     words = data[..., None, :]
@@ -150,7 +166,10 @@ class Ternary(ValueCode):
     return signs.reshape(*lead, chunks, self.k)
 
 
-def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:
+def _nearest_levels(
+  values: Array,
+  limit: int,
+) -> tuple[Array, Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
@@ -159,7 +178,10 @@ def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
 
-def _signs(values: Array, limit: int) -> tuple[Array, Array]:
+def _signs(
+  values: Array,
+  limit: int,
+) -> tuple[Array, Array]:
   """Returns the signs, and the mean magnitude, the least-squares scale."""
   levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
   return levels, _scales(_mean_magnitude(values), limit)
@@ -178,7 +200,10 @@ def _mean_magnitude(values: Array) -> Array:
   return x * np.float32(1 / k)
 
 
-def _scales(scales: Array, limit: int) -> Array:
+def _scales(
+  scales: Array,
+  limit: int,
+) -> Array:
   """Rounds to bfloat16, such that `limit` times the scale is finite."""
   return _round(jnp.minimum(scales, _largest_scale(limit)))
 
@@ -192,7 +217,9 @@ def _largest_scale(limit: int) -> float:
 def _round(x: Array) -> Array:
   """Rounds float32 to bfloat16's numbers, ties to even, no subnormals."""
   return lax.reduce_precision(
-    _without_subnormals(x), exponent_bits=8, mantissa_bits=7
+    _without_subnormals(x),
+    exponent_bits=8,
+    mantissa_bits=7,
   )
 
 

@@ -9,7 +9,6 @@ from demo_optax.compressors.bases import (
 )
 from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
 from demo_optax.compressors.selectors import (
-  Everything,
   GroupMax,
   RandomSubset,
   Selector,
@@ -23,7 +22,6 @@ __all__ = [
   'Basis',
   'Compressor',
   'Dct',
-  'Everything',
   'GroupMax',
   'Hadamard',
   'Identity',

@@ -115,7 +115,10 @@ class ChunkGrid:
     return tuple(-size % length for size, length in sizes)
 
 
-def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
+def folds(
+  ndim: int,
+  batch_dims: int = 0,
+) -> list[tuple[int, int]]:
   """Returns all folds; the last one leaves an array as it is."""
   if ndim < 2:
     return [(ndim - 2, ndim - 1)]
@@ -126,7 +129,12 @@ def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
   return all_folds
 
 
-def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
+def chunk_length(
+  size: int,
+  chunk_size: int,
+  *,
+  padding: bool = True,
+) -> int:
   """Returns the chunk length for a dimension.
 
   A dimension takes the fewest chunks up to `chunk_size` long, with the length
@@ -167,7 +175,10 @@ def chunk_grid(
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(x: Array, grid: ChunkGrid) -> Array:
+def to_chunks(
+  x: Array,
+  grid: ChunkGrid,
+) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
@@ -178,7 +189,10 @@ def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   return x.reshape(grid.num_chunks, -1)
 
 
-def from_chunks(x: Array, grid: ChunkGrid) -> Array:
+def from_chunks(
+  x: Array,
+  grid: ChunkGrid,
+) -> Array:
   """Undoes `to_chunks`, dropping the padding."""
   # [batch, rows, cols, row_length, col_length]
   x = x.reshape(*grid.folded_counts, *grid.sides)
@@ -192,7 +206,11 @@ def from_chunks(x: Array, grid: ChunkGrid) -> Array:
 # Transforming -----------------------------------------------------------------
 
 
-def transform(x: Array, sides: tuple[int, int], basis: Basis) -> Array:
+def transform(
+  x: Array,
+  sides: tuple[int, int],
+  basis: Basis,
+) -> Array:
   """Transforms chunks `[chunks, n]` into coefficients `[chunks, n]`.
 
   Inside a chunk the column frequency is the slow index and the row frequency
@@ -207,7 +225,11 @@ def transform(x: Array, sides: tuple[int, int], basis: Basis) -> Array:
   return x.reshape(-1, rows * cols)
 
 
-def inverse(c: Array, sides: tuple[int, int], basis: Basis) -> Array:
+def inverse(
+  c: Array,
+  sides: tuple[int, int],
+  basis: Basis,
+) -> Array:
   """Undoes `transform`."""
   rows, cols = sides
   c = c.reshape(-1, cols, rows)  # [chunks, column frequency, row frequency]
@@ -221,7 +243,11 @@ def inverse(c: Array, sides: tuple[int, int], basis: Basis) -> Array:
 Edge = tuple[tuple[slice | int, ...], Callable[[Array], Array]]
 
 
-def clear_padding(c: Array, grid: ChunkGrid, basis: Basis) -> Array:
+def clear_padding(
+  c: Array,
+  grid: ChunkGrid,
+  basis: Basis,
+) -> Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
   Equals a round trip through the array, but only touches chunks at padded
@@ -235,7 +261,10 @@ def clear_padding(c: Array, grid: ChunkGrid, basis: Basis) -> Array:
   return table.reshape(c.shape)
 
 
-def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
+def edges(
+  grid: ChunkGrid,
+  basis: Basis,
+) -> list[Edge]:
   """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
@@ -252,7 +281,10 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
 
 
 def _multiply(
-  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: Array
+  sides: tuple[int, int],
+  axis: int,
+  matrix: np.ndarray,
+  c: Array,
 ) -> Array:
   """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
@@ -260,7 +292,11 @@ def _multiply(
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
-def to_coefficients(x: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
+def to_coefficients(
+  x: Array,
+  grid: ChunkGrid,
+  basis: Basis | None,
+) -> Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
   Without a basis the chunks keep elements, as those that owners have.
@@ -271,7 +307,11 @@ def to_coefficients(x: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
   return chunks.reshape(grid.coefficients_shape)
 
 
-def from_coefficients(c: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
+def from_coefficients(
+  c: Array,
+  grid: ChunkGrid,
+  basis: Basis | None,
+) -> Array:
   """Undoes `to_coefficients`, dropping the padding."""
   if basis is not None and not grid.whole:
     c = inverse(c, grid.sides, basis)
@@ -279,11 +319,17 @@ def from_coefficients(c: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
 
 
 @functools.cache
-def _matrix(basis: Basis, length: int) -> np.ndarray:
+def _matrix(
+  basis: Basis,
+  length: int,
+) -> np.ndarray:
   return basis.matrix(length) if length > 1 else np.eye(1)
 
 
-def _apply(x: Array, matrix: np.ndarray) -> Array:
+def _apply(
+  x: Array,
+  matrix: np.ndarray,
+) -> Array:
   """Returns `x @ matrix` for `x [chunks, rows, length]`, in full precision."""
   if np.array_equal(matrix, np.eye(len(matrix))):
     return x

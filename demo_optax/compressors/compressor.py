@@ -82,7 +82,11 @@ class Compressor:
     _check_sides(self.chunk_size)
     _checks.check_choice('values', self.values, VALUES)
 
-  def chunks(self, shape: tuple[int, ...], dtype: DTypeLike) -> LeafChunks:
+  def chunks(
+    self,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+  ) -> LeafChunks:
     """Returns the chunks for a leaf, or one shard, with momentum in `dtype`.
 
     An array with more than two dimensions is folded to a matrix batch,
@@ -102,7 +106,10 @@ class Compressor:
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
       grid = chunking.chunk_grid(
-        shape, self.chunk_size, padding=self.padding, fold=fold
+        shape,
+        self.chunk_size,
+        padding=self.padding,
+        fold=fold,
       )
       chunks = self._smallest(grid, dtype, self.select)
       try:
@@ -136,14 +143,18 @@ class Compressor:
       ) from error
 
   def _smallest(
-    self, grid: ChunkGrid, dtype: DTypeLike, select: Selector
+    self,
+    grid: ChunkGrid,
+    dtype: DTypeLike,
+    select: Selector,
   ) -> LeafChunks:
     """Returns the selection from the grid's chunks, or the whole leaf."""
     n, name = grid.chunk_size, jnp.dtype(dtype).name
     k = select.count(n)
     grouped = isinstance(select, selectors.GroupMax) and k < n
     sparse = LeafChunks(
-      grid, ChunkFormat(n, k, name, self.values, select.shared, grouped)
+      grid,
+      ChunkFormat(n, k, name, self.values, select.shared, grouped),
     )
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
@@ -152,7 +163,8 @@ class Compressor:
       grid = ChunkGrid(grid.shape, grid.shape, whole=True)
     n = grid.chunk_size
     dense = LeafChunks(
-      grid, ChunkFormat(n, n, name, self.values, select.shared)
+      grid,
+      ChunkFormat(n, n, name, self.values, select.shared),
     )
     return sparse if sparse.num_bytes < dense.num_bytes else dense
 
@@ -174,7 +186,8 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-  compressor: CompressorTree, tree: chex.ArrayTree
+  compressor: CompressorTree,
+  tree: chex.ArrayTree,
 ) -> list[Compressor | Frozen | None]:
   """Returns the compressor for each leaf in `tree`."""
 
@@ -271,7 +284,8 @@ def full() -> Compressor:
 
   It is "Full" in `DeToNATION <https://arxiv.org/abs/2502.06728>`_.
   """
-  return Compressor(selectors.Everything(), bases.Identity())
+  # All workers select the same: everything, by a stride of one.
+  return Compressor(selectors.Striding(1.0), bases.Identity())
 
 
 def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from chex import Numeric
 from jax import Array, lax
 
 from demo_optax import _tree
@@ -121,17 +123,30 @@ class Bucket:
     """How many chunks one device sends."""
     return 1 if self._is_one_chunk else self.num_chunks
 
+  @property
+  def num_sent(self) -> int:
+    """How many values one device sends."""
+    return self.sent_chunks * self.sent_format.k
+
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket that one among several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
-  def of_device(self, x: Array, device: Array | int) -> Array:
+  def of_device(
+    self,
+    x: Array,
+    device: Array | int,
+  ) -> Array:
     """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
     start = device * self.num_chunks
     own = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
     return plain.pad_to(own, self.rows, axis=0)
 
-  def strip(self, x: Array, *owners: int) -> Array:
+  def strip(
+    self,
+    x: Array,
+    *owners: int,
+  ) -> Array:
     """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
 
     Owners with fewer chunks get zero chunks at indices 0..k-1.
@@ -146,7 +161,11 @@ class Bucket:
       x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
     return x[:size].reshape(shape)
 
-  def unstrip(self, x: Array, fill: Array | None = None) -> Array:
+  def unstrip(
+    self,
+    x: Array,
+    fill: Array | None = None,
+  ) -> Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
     senders, k = len(x), self.format.k
     x = x.reshape(senders, -1)
@@ -233,7 +252,8 @@ class Difference(NamedTuple):
 
 
 def differences(
-  old: Mapping[str, Record], new: Mapping[str, Record]
+  old: Mapping[str, Record],
+  new: Mapping[str, Record],
 ) -> list[Difference]:
   """Compares the records of two layouts, leaf by leaf."""
   differing = []
@@ -241,16 +261,13 @@ def differences(
     before, after = old.get(name), new.get(name)
     if before == after:
       continue
-    old_words, new_words = _in_words(before), _in_words(after)
+    pairs = list(zip(_in_words(before), _in_words(after)))
+    (old_array, new_array), (_, new_chunks), _ = pairs
     # The first that differs; of equal words, the whole records.
-    said = str(before), str(after)
-    for pair in zip(old_words, new_words):
-      if pair[0] != pair[1]:
-        said = pair
-        break
-    same_array = old_words[0] == new_words[0]
-    is_cut = new_words[1] != _NO_MOMENTUM
-    differing.append(Difference(name, *said, same_array and is_cut))
+    pairs.append((str(before), str(after)))
+    said = next(pair for pair in pairs if pair[0] != pair[1])
+    is_cut = old_array == new_array and new_chunks != _NO_MOMENTUM
+    differing.append(Difference(name, *said, is_cut))
   return differing
 
 
@@ -316,12 +333,11 @@ class Layout:
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
-    members = [
-      leaf for leaf in self.compressed if self.leaves[leaf].bucket == number
-    ]
-    return sorted(members, key=lambda leaf: self.leaves[leaf].offset)
+    leaves = self.leaves
+    members = [i for i in self.compressed if leaves[i].bucket == number]
+    return sorted(members, key=lambda i: leaves[i].offset)
 
-  def starts(self, step: chex.Numeric = 0) -> Sequence[chex.Numeric]:
+  def starts(self, step: Numeric = 0) -> Sequence[Numeric]:
     """Returns where the leaves begin in their buckets.
 
     With the `step` of a program, leaves of one shape share kernels on CPUs.
@@ -333,7 +349,7 @@ class Layout:
     number: int,
     chunks: Mapping[int, Array],
     rows: int,
-    starts: Sequence[chex.Numeric] | None = None,
+    starts: Sequence[Numeric] | None = None,
   ) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
 
@@ -359,7 +375,7 @@ class Layout:
     self,
     number: int,
     rows: Array,
-    starts: Sequence[chex.Numeric] | None = None,
+    starts: Sequence[Numeric] | None = None,
   ) -> dict[int, Array]:
     """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
     # [chunks, n], or [elements] if dense
@@ -377,7 +393,7 @@ class Layout:
     number: int,
     shards: Mapping[int, Array],
     device: Array | int,
-    starts: Sequence[chex.Numeric] | None = None,
+    starts: Sequence[Numeric] | None = None,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
@@ -397,7 +413,7 @@ class Layout:
     self,
     number: int,
     rows: Array,
-    starts: Sequence[chex.Numeric] | None = None,
+    starts: Sequence[Numeric] | None = None,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
@@ -418,13 +434,7 @@ class Layout:
     momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
-    # First and last chunk of each grid, whose leaves are next to each other.
-    spans: dict[ChunkGrid, tuple[int, int]] = {}
-    for i in self.members(number):
-      leaf = self.leaves[i]
-      start, _ = spans.get(leaf.grid, (leaf.offset, 0))
-      spans[leaf.grid] = start, leaf.offset + leaf.size
-    for grid, (start, stop) in spans.items():
+    for grid, (start, stop) in self._spans(number).items():
       if not any(grid.ends):
         continue
       if bucket.num_devices == 1:
@@ -441,45 +451,61 @@ class Layout:
         table = flags[start:stop].reshape(-1, *grid.folded_counts[1:])
         table[at] = True  # a view
         at_edge = bucket.of_device(jnp.asarray(flags), device)
-        coefficients = plain.where(
-          at_edge[:, None] & valid, project(coefficients), coefficients
-        )
+        projected = project(coefficients)
+        changes = at_edge[:, None] & valid
+        coefficients = plain.where(changes, projected, coefficients)
     return coefficients
+
+  def _spans(self, number: int) -> dict[ChunkGrid, tuple[int, int]]:
+    """Returns where the chunks of each grid begin and end in a bucket.
+
+    Leaves with one grid are next to each other.
+    """
+    spans: dict[ChunkGrid, tuple[int, int]] = {}
+    for i in self.members(number):
+      leaf = self.leaves[i]
+      start, _ = spans.get(leaf.grid, (leaf.offset, 0))
+      spans[leaf.grid] = start, leaf.offset + leaf.size
+    return spans
 
 
 def make_layout(
-  params: chex.ArrayTree, compressor: CompressorTree, param_specs: ParamSpecs
+  params: chex.ArrayTree,
+  compressor: CompressorTree,
+  param_specs: ParamSpecs,
 ) -> Layout:
   """Maps parameters, or their shapes, to buckets, as far as exchanged."""
   params = _tree.mask_others(params)
-  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  flat, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
-  made: list[Leaf] = []
-  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
-  for number, chosen in enumerate(per_leaf(compressor, params)):
-    path, x = leaves[number]
+  leaves: list[Leaf] = []
+  # Leaves in each bucket that is still empty; those with one grid together.
+  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}
+  for (path, x), chosen in zip(flat, per_leaf(compressor, params)):
     shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
     sharding, chunks = param_specs.place(path, shape), None
     if isinstance(chosen, Compressor):
-      shard = tuple(d // blocks for d, blocks in zip(shape, sharding.blocks))
+      shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
       by_grid = members.setdefault(_empty_bucket(chosen, chunks, split), {})
-      by_grid.setdefault(chunks.grid, []).append(number)
+      by_grid.setdefault(chunks.grid, []).append(len(leaves))
     keys = path_keys(path)
-    made.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
+    leaves.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
   buckets: list[Bucket] = []
   for empty, by_grid in members.items():
-    size = 0
+    number, size = len(buckets), 0
     for i in itertools.chain(*by_grid.values()):
-      made[i] = dataclasses.replace(made[i], bucket=len(buckets), offset=size)
-      size += made[i].size
-    buckets.append(_fit(empty, len(buckets), size))
-  return Layout(tuple(made), tuple(buckets), axis_sizes)
+      leaves[i] = dataclasses.replace(leaves[i], bucket=number, offset=size)
+      size += leaves[i].size
+    buckets.append(_fit(empty, number, size))
+  return Layout(tuple(leaves), tuple(buckets), axis_sizes)
 
 
 def _empty_bucket(
-  compressor: Compressor, chunks: LeafChunks, split: Mapping[str, int]
+  compressor: Compressor,
+  chunks: LeafChunks,
+  split: Mapping[str, int],
 ) -> Bucket:
   """Returns a leaf's bucket, still without name and size."""
   chunk_format, sides = chunks.format, chunks.grid.sides
@@ -499,12 +525,17 @@ def _empty_bucket(
   )
 
 
-def _fit(bucket: Bucket, number: int, size: int) -> Bucket:
+def _fit(
+  bucket: Bucket,
+  number: int,
+  size: int,
+) -> Bucket:
   """Returns an empty bucket with its name, and rows for its leaves."""
   label = 'x'.join(map(str, bucket.sides))
   if bucket.content == 'dense':
+    label = 'dense'
     # Even rows, so that each device sends little padding.
-    label, share = 'dense', -(-size // bucket.num_devices)
+    share = -(-size // bucket.num_devices)
     n = -(-share // -(-share // _DENSE_ROW))
     chunk_format = dataclasses.replace(bucket.format, n=n, k=n)
     bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, n))

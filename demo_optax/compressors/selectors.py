@@ -33,7 +33,11 @@ class Selector(Protocol):
   def count(self, n: int) -> int:
     """Returns how many coefficients are selected, 1 to `n`."""
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     """Returns the indices selected from `coefficients [chunks, n]`.
 
     These are momentum that includes the new gradient; `step`, int32 `[]`,
@@ -67,7 +71,11 @@ class TopK:
     per = self.per or n
     return min(-(-self.k * min(n, per) // per), n)
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     del step
     return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
@@ -96,7 +104,11 @@ class GroupMax:
   def count(self, n: int) -> int:
     return min(self.k, n)
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     del step
     k = self.count(coefficients.shape[1])
     return groups.indices(groups.largest(coefficients, k))
@@ -141,7 +153,11 @@ class RandomSubset(_Share):
     super().__post_init__()
     _checks.check_positive('seed', self.seed, 0)
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     n = coefficients.shape[1]
     key = jax.random.fold_in(jax.random.key(self.seed), step)
     return jax.random.permutation(key, n)[None, : self.count(n)]
@@ -151,7 +167,11 @@ class RandomSubset(_Share):
 class Striding(_Share):
   """As `RandomSubset`, with equal distances, shifted by one at every step."""
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     n = coefficients.shape[1]
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
@@ -162,24 +182,14 @@ class Striding(_Share):
 class Slicing(_Share):
   """As `RandomSubset`, with consecutive places, the next ones at every step."""
 
-  def __call__(self, coefficients: Array, step: Array) -> Array:
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
     n = coefficients.shape[1]
     k = self.count(n)
     # A table, since a product could overflow int32.
     starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
     start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
     return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Everything:
-  """All coefficients."""
-
-  shared: ClassVar[bool] = True
-
-  def count(self, n: int) -> int:
-    return n
-
-  def __call__(self, coefficients: Array, step: Array) -> Array:
-    del step
-    return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]

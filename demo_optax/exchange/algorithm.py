@@ -25,22 +25,19 @@ with normal magnitudes are not detected.
 import contextlib
 import contextvars
 import dataclasses
-import math
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from chex import Numeric
+from jax import Array, lax
 
-from demo_optax.compressors.layout import Layout
+from demo_optax.compressors.layout import Bucket, Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import (
-  Packer,
-  Received,
-  Report,
-  is_weight,
-)
+from demo_optax.exchange.message import Packer, Received, Report, is_weight
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
@@ -68,14 +65,14 @@ class WorkerState(NamedTuple):
 class Hyper(NamedTuple):
   """Scalar hyperparameters of a step."""
 
-  step: chex.Numeric  # int32, exchanges so far
-  alpha: chex.Numeric
-  decay: chex.Numeric
-  gradient_weight: chex.Numeric
+  step: Numeric  # int32, exchanges so far
+  alpha: Numeric
+  decay: Numeric
+  gradient_weight: Numeric
 
 
 # Scalars about an exchange, as in `DeMoState.metrics`.
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Array]
 
 
 def no_metrics() -> Metrics:
@@ -85,105 +82,63 @@ def no_metrics() -> Metrics:
   return {'num_excluded': jnp.zeros((), jnp.int32), **numbers}
 
 
+ExchangeKind = Literal['all_gather', 'all_to_all']
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeConfig:
-  """The static part of an exchange; made by `make_config`."""
+  """The static part of an exchange."""
 
   layout: Layout
   average: topk.Average
-  packer: Packer
   platform: str
-  # Decides about residuals in the state, whichever collective 'auto' chose.
-  owners: UpdatePacker | None = None
-  # Whether a step exchanges the messages of the step before.
-  delayed: bool = False
+  num_owners: int | None = None  # workers that share the chunks, if they do
+  update_values: str = 'float32'  # the value code for owners' updates
+  delayed: bool = False  # whether the messages of the step before are exchanged
+  weighted: bool = False  # whether workers have weights
 
-  @property
-  def update_packer(self) -> UpdatePacker | None:
-    """Writes and reads updates of owners; None without owners."""
-    return None if self.packer.num_owners is None else self.owners
+  @functools.cached_property
+  def packer(self) -> Packer:
+    """Writes and reads messages."""
+    return Packer(self.layout.buckets, self.num_owners, self.weighted)
+
+  @functools.cached_property
+  def owners(self) -> UpdatePacker | None:
+    """Writes and reads updates; None if no chunk has an owner."""
+    if not self.num_owners or not self.packer.gathered:
+      return None
+    return UpdatePacker(
+      self.layout.buckets,
+      self.num_owners,
+      self.update_values,
+    )
 
   @property
   def state_on_device(self) -> WorkerState:
-    """The state of one device, as `jax.ShapeDtypeStruct`s.
-
-    The same for both choices of `'auto'`, since a state may be resized.
-    """
-    momentum = {
-      b.name: jax.ShapeDtypeStruct(b.shape, b.format.dtype)
-      for b in self.layout.buckets
-    }
-    residuals = {} if self.owners is None else self.owners.residuals
-    message = {}
-    if self.delayed:
-      for name, (shape, dtype) in self.packer.shapes.items():
-        message[name] = jax.ShapeDtypeStruct(shape, dtype)
+    """The state of one device, as `jax.ShapeDtypeStruct`s."""
+    momentum = {}
+    for bucket in self.layout.buckets:
+      dtype = bucket.format.dtype
+      momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
+    residuals = self.owners.residuals if self.owners else {}
+    message = self.packer.shapes if self.delayed else {}
     return WorkerState(momentum, residuals, message)
-
-  def received_bytes(self, count: int) -> int:
-    """Returns the bytes from other workers that one device gathers."""
-    shape, _ = self.packer.shapes.get(self.packer.name, ((0,), ''))
-    size = 4 * math.prod(shape) // (self.packer.num_owners or 1)
-    if self.update_packer is not None:
-      size += self.update_packer.num_bytes
-    return (count - 1) * size
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
-    kind = 'all_gather' if self.packer.num_owners is None else 'all_to_all'
-    values = self.owners and f' with update_values={self.owners.values!r}'
-    late = ', delayed' if self.delayed else ''
-    return f'{kind!r}{values or ""}{late}'
-
-
-ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
-
-
-def make_config(
-  layout: Layout,
-  average: topk.Average,
-  kind: ExchangeKind = 'all_gather',
-  count: int | None = None,
-  update_values: str = 'float32',
-  runs_on: str | None = None,
-  delayed: bool = False,
-  weighted: bool = False,
-) -> ExchangeConfig:
-  """Returns the static part of an exchange.
-
-  `kind='auto'` takes the collective that receives fewer bytes. `count`, the
-  number of workers, is None if it is unknown: chunks then have no owners.
-  `weighted` says whether workers have weights.
-  """
-  packer = Packer(layout.buckets, weighted=weighted)
-  runs_on = runs_on or platform.of()
-  gathered = ExchangeConfig(layout, average, packer, runs_on, delayed=delayed)
-  if delayed and packer.summed:
-    shared = [x.name for x in layout.buckets if x.format.shared]
-    raise ValueError(
-      'compressor must let each worker choose what it sends with delayed=True,'
-      f' got one whose places all workers share in {", ".join(shared)}. Give'
-      ' those leaves demo_optax.dct_topk().'
-    )
-  if kind == 'all_gather' or count is None:
-    return gathered
-  if any(not bucket.format.shared for bucket in layout.buckets):
-    owners = UpdatePacker(layout.buckets, count, update_values)
-    gathered = dataclasses.replace(gathered, owners=owners)
-  of_owners = dataclasses.replace(packer, num_owners=count)
-  owned = dataclasses.replace(gathered, packer=of_owners)
-  choices = [owned] if kind == 'all_to_all' else [gathered, owned]
-  return min(choices, key=lambda config: config.received_bytes(count))
+    if self.num_owners:
+      return f"'all_to_all' with update_values={self.update_values!r}"
+    return "'all_gather'" + ', delayed' * self.delayed
 
 
 def exchange(
   config: ExchangeConfig,
   group: Group,
-  gradients: Mapping[int, jax.Array],
+  gradients: Mapping[int, Array],
   state: WorkerState,
   hyper: Hyper,
-  weight: jax.Array | None = None,
-) -> tuple[list[jax.Array], WorkerState, Metrics]:
+  weight: Array | None = None,
+) -> tuple[list[Array], WorkerState, Metrics]:
   """Runs Algorithm 1 for one step, on one device of one worker.
 
   The formulas are those of `scale_by_demo`; momentum is kept transformed. Takes
@@ -194,31 +149,28 @@ def exchange(
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
+  momentum = [state.momentum[bucket.name] for bucket in buckets]
 
   def give(
     number: int,
-    momentum: jax.Array,
-    indices: jax.Array | None,
-    values: jax.Array,
-    given: jax.Array,
-    valid: jax.Array,
-  ) -> jax.Array:
+    indices: Array | None,
+    values: Array,
+    given: Array,
+    valid: Array,
+  ) -> None:
     """Subtracts sent values from a bucket's momentum, if `given`."""
+    bucket, device = buckets[number], devices[number]
     values = rounding.mul_no_fma(hyper.alpha, values)
     values = plain.where(given, values, 0)
-    m = arithmetic.subtract(buckets[number], momentum, indices, values)
-    return layout.clear_padding(number, m, devices[number], valid)
+    rest = arithmetic.subtract(bucket, momentum[number], indices, values)
+    momentum[number] = layout.clear_padding(number, rest, device, valid)
 
-  held, last = dict(state.momentum), []
+  last = []
   if config.delayed:
     # The last message leaves the momentum, with the values that others read.
-    alone = dataclasses.replace(group, size=1)
-    rows = jax.tree.map(lambda x: x[None], state.message)
-    received, _ = packer.unpack(rows, alone)
-    last = [jax.tree.map(lambda x: x[0], of_bucket) for of_bucket in received]
-    for i, (indices, values, valid, _) in enumerate(last):
-      name = buckets[i].name
-      held[name] = give(i, held[name], indices, values, valid, valid)
+    last = _read_own(packer, group, state.message)
+    for i, (indices, values, sound, _) in enumerate(last):
+      give(i, indices, values, sound, sound)
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   starts = layout.starts(hyper.step)
@@ -231,97 +183,108 @@ def exchange(
   valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper, weight))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
-  momentum, selected = [], []
+  selected = []
   for i, bucket in enumerate(buckets):
-    m, of_bucket = arithmetic.accumulate_and_select(
+    momentum[i], selection = arithmetic.accumulate_and_select(
       bucket,
       chunks[i],
-      held[bucket.name],
+      momentum[i],
       hyper.decay,
       hyper.gradient_weight,
       valid,
       hyper.step,
     )
-    momentum.append(m)
-    selected.append(of_bucket)
+    selected.append(selection)
 
   # The message, and the values [rows, k] that all workers decode from it.
   message, sent = packer.pack(selected, hyper.alpha, valid, weight)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
+  waiting = {}
   if config.delayed:
     arrived, included = group.send_and_receive(state.message, early=True)
-    residual = _take_back(config, momentum, last, included, valid, hyper)
-    # That of a worker that is excluded is empty.
-    new = {name: plain.where(valid, x, 0) for name, x in message.items()}
+    if included is not None:
+      _take_back(buckets, momentum, last, included, valid, hyper)
+    for name, words in message.items():
+      waiting[name] = plain.where(valid, words, 0)  # empty if excluded
   else:
     arrived, included = group.send_and_receive(message)
     # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
     # does what did not reach the others.
     given = valid if included is None else valid & included
-    residual = []
-    for i, m in enumerate(momentum):
-      residual.append(give(i, m, selected[i].indices, sent[i], given, valid))
-    new = {}
+    for i, (indices, _, _) in enumerate(selected):
+      give(i, indices, sent[i], given, valid)
 
   received, report = packer.unpack(arrived, group)
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
   for bucket, selections in zip(packer.read, received):
-    u, found = arithmetic.merge(bucket, selections, config.average, hyper.step)
-    merged.append(u)
-    distinct.append(found)
+    update, count = arithmetic.merge(
+      bucket,
+      selections,
+      config.average,
+      hyper.step,
+    )
+    merged.append(update)
+    distinct.append(count)
   report = report._replace(distinct=distinct)
 
   # Owners broadcast the updates of the chunks they have merged.
-  update_residual = state.update_residual
-  if owners := config.update_packer:
-    data, update_residual = owners.pack(merged, update_residual, report)
-    everyones = gather(data, group.axis)
+  residual = state.update_residual
+  if owners := config.owners:
+    data, residual = owners.pack(merged, residual, report)
+    everyones = gather(data, group.axis)  # [owners, rows, 128]
     of_owners, report = owners.unpack(everyones, distinct, group)
-    merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
+    merged = [of_owners.get(i, update) for i, update in enumerate(merged)]
 
-  updates: dict[int, jax.Array] = {}
-  for i, (bucket, u) in enumerate(zip(buckets, merged)):
+  updates: dict[int, Array] = {}
+  for i, (bucket, update) in enumerate(zip(buckets, merged)):
     if bucket.split_axes:
-      u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
-    updates |= layout.cut(i, u, starts)
+      own = update[: bucket.num_chunks]
+      update = group.join_devices(own, bucket.split_axes)
+    updates |= layout.cut(i, update, starts)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
-  by_name = {b.name: m for b, m in zip(buckets, residual)}
-  state = WorkerState(by_name, update_residual, new)
+  by_name = {bucket.name: m for bucket, m in zip(buckets, momentum)}
+  state = WorkerState(by_name, residual, waiting)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
+def _read_own(
+  packer: Packer,
+  group: Group,
+  message: Mapping[str, Array],
+) -> list[Received]:
+  """Returns what others read in this worker's last message, by bucket."""
+  alone = dataclasses.replace(group, size=1)
+  rows = jax.tree.map(lambda x: x[None], message)
+  received, _ = packer.unpack(rows, alone)
+  return jax.tree.map(lambda x: x[0], received)
+
+
 def _take_back(
-  config: ExchangeConfig,
-  momentum: Sequence[jax.Array],
+  buckets: Sequence[Bucket],
+  momentum: list[Array],
   last: Sequence[Received],
-  included: jax.Array | None,
-  valid: jax.Array,
+  included: Array,
+  valid: Array,
   hyper: Hyper,
-) -> list[jax.Array]:
-  """Returns momentum with what was in a message that did not arrive.
+) -> None:
+  """Adds what was in a message that did not arrive to the momentum.
 
   It has decayed since, as if it had stayed there.
   """
-  if included is None:
-    return list(momentum)
-  found = []
-  for bucket, m, (indices, values, sound, _) in zip(
-    config.layout.buckets, momentum, last
-  ):
+  for i, (indices, values, sound, _) in enumerate(last):
     values = rounding.mul_no_fma(hyper.alpha, values)
     decayed = rounding.mul_no_fma(hyper.decay, values)
     lost = plain.where(valid, decayed, values)
     lost = plain.where(sound & ~included, lost, 0)
-    found.append(arithmetic.subtract(bucket, m, indices, -lost))
-  return found
+    momentum[i] = arithmetic.subtract(buckets[i], momentum[i], indices, -lost)
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
@@ -332,28 +295,28 @@ _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
 @contextlib.contextmanager
 def traced_configs() -> Iterator[list[ExchangeConfig]]:
   """Yields a list that collects the configs of exchanges traced inside."""
-  found: list[ExchangeConfig] = []
-  token = _traced.set((*_traced.get(), found))
+  configs: list[ExchangeConfig] = []
+  token = _traced.set((*_traced.get(), configs))
   try:
-    yield found
+    yield configs
   finally:
     _traced.reset(token)
 
 
 def note(config: ExchangeConfig) -> None:
   """Adds the config of an exchange to the lists of `traced_configs`."""
-  for found in _traced.get():
-    found.append(config)
+  for configs in _traced.get():
+    configs.append(config)
 
 
 def run(
   workers: Workers,
   config: ExchangeConfig,
-  gradients: Sequence[jax.Array],
+  gradients: Sequence[Array],
   state: WorkerState,
   hyper: Hyper,
-  weight: jax.Array | None = None,
-) -> tuple[list[jax.Array], WorkerState, Metrics]:
+  weight: Array | None = None,
+) -> tuple[list[Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
   Takes the gradient of each leaf, state and weights as `workers` hold them. The
@@ -363,17 +326,18 @@ def run(
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
-    own: list[jax.Array],
+    own: list[Array],
     state: WorkerState,
     hyper: Hyper,
-    weight: jax.Array | None,
-  ) -> tuple[list[jax.Array], WorkerState, Metrics]:
+    weight: Array | None,
+  ) -> tuple[list[Array], WorkerState, Metrics]:
+    by_leaf = dict(zip(exchanged, own))
     own_state = jax.tree.map(lambda x: x.reshape(x.shape[-2:]), state)
     with platform.running_on(config.platform):
       updates, new, metrics = exchange(
         config,
         workers.group,
-        dict(zip(exchanged, own)),
+        by_leaf,
         own_state,
         hyper,
         weight,
@@ -399,11 +363,10 @@ def run(
   own = [gradients[i] for i in exchanged]
   updates, state, metrics = mapped(own, state, hyper, weight)
   # An update has the type of its parameter, which Explicit meshes compare.
-  updates = [
-    lift.reshard(workers, u, leaves[i].sharding.given)
-    for i, u in zip(exchanged, updates)
-  ]
-  return updates, state, metrics
+  placed = []
+  for i, update in zip(exchanged, updates):
+    placed.append(lift.reshard(workers, update, leaves[i].sharding.given))
+  return placed, state, metrics
 
 
 # One computation also outside of a user's jit.
@@ -412,34 +375,35 @@ run_jitted = jax.jit(run, static_argnums=(0, 1), inline=True)
 
 def _is_valid(
   layout: Layout,
-  chunks: Sequence[jax.Array],
-  gradients: Mapping[int, jax.Array],
+  chunks: Sequence[Array],
+  gradients: Mapping[int, Array],
   hyper: Hyper,
-  weight: jax.Array | None,
-) -> jax.Array:
+  weight: Array | None,
+) -> Array:
   """Returns whether no momentum can overflow or become NaN, bool `[]`.
 
   False also for a hyperparameter that is not finite, for a decay or alpha
   outside [0, 1], and for a weight that does not count.
   """
   good = [] if weight is None else [is_weight(weight)]
-  good.append(
-    jnp.isfinite(hyper.gradient_weight).all()
-  )  # a schedule may return [1]
-  good += [(x >= 0) & (x <= 1) for x in (hyper.alpha, hyper.decay)]
-  for g in chunks:
-    gradient_weight = jnp.asarray(hyper.gradient_weight, g.dtype)
-    largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
-    good.append(_none(~(jnp.abs(gradient_weight * g) <= largest)))
+  # A schedule may return [1].
+  good.append(jnp.isfinite(hyper.gradient_weight).all())
+  for share in (hyper.alpha, hyper.decay):
+    good.append((share >= 0) & (share <= 1))
+  for chunk in chunks:
+    dtype = chunk.dtype
+    weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
+    largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
+    good.append(_none(~(jnp.abs(weighted) <= largest)))
   for i in layout.averaged:
-    g = gradients[i]
+    gradient = gradients[i]
     if weight is not None:
-      g = weight.astype(g.dtype) * g
-    good.append(_none(~jnp.isfinite(g)))
+      gradient = weight.astype(gradient.dtype) * gradient
+    good.append(_none(~jnp.isfinite(gradient)))
   return plain.every(good)
 
 
-def _none(beyond: jax.Array) -> jax.Array:
+def _none(beyond: Array) -> Array:
   """Returns whether no element is true."""
   # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
   if not platform.reduce_in_two_stages():
@@ -452,10 +416,10 @@ def _none(beyond: jax.Array) -> jax.Array:
 def _averages(
   layout: Layout,
   group: Group,
-  gradients: Mapping[int, jax.Array],
-  valid: jax.Array,
-  weight: jax.Array | None,
-) -> tuple[dict[int, jax.Array], jax.Array | None]:
+  gradients: Mapping[int, Array],
+  valid: Array,
+  weight: Array | None,
+) -> tuple[dict[int, Array], Array | None]:
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
@@ -464,38 +428,45 @@ def _averages(
   groups: dict[tuple[str, ...], list[int]] = {(): []}
   for i in layout.averaged:
     groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
-  found = {}
+  averages = {}
   scalars = [valid.astype(jnp.int32)]
   if weight is not None:
     scalars.append(plain.where(valid, weight, 0))
   for axes, members in groups.items():
-    own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     if weight is not None:
-      own = [rounding.mul_no_fma(weight, x) for x in own]
-    own = [plain.where(valid, x, jnp.zeros_like(x)) for x in own]
-    summed = sums([*own, *([] if axes else scalars)], group.axis)
-    if not axes:  # the first group
-      scalars = summed[len(members) :]
+      terms = [rounding.mul_no_fma(weight, term) for term in terms]
+    terms = [plain.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    if axes:
+      totals = sums(terms, group.axis)
+    else:  # the first group
+      summed = sums([*terms, *scalars], group.axis)
+      totals, scalars = summed[: len(members)], summed[len(members) :]
     count, *total_weight = scalars
-    for i, total in zip(members, summed):
+    for i, total in zip(members, totals):
       share = rounding.exact_reciprocal(count, group.size, total.dtype)
       if total_weight:
         share = rounding.reciprocal(total_weight[0], total.dtype)
-      found[i] = rounding.mul_no_fma(share, total)
-  return found, scalars[0]
+      averages[i] = rounding.mul_no_fma(share, total)
+  return averages, scalars[0]
 
 
-def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
+def _metrics(
+  layout: Layout,
+  group: Group,
+  report: Report,
+) -> Metrics:
   assert report.num_valid is not None
   valid = report.num_valid.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(layout.buckets, report.distinct):
-    form = bucket.format
-    if not form.shared and form.k < form.n:
-      of_all = valid * float(bucket.num_chunks * form.k)
-      senders += jnp.stack([of_all, different])
+  for bucket, distinct in zip(layout.buckets, report.distinct):
+    k = bucket.format.k
+    if not bucket.format.shared and k < bucket.format.n:
+      of_all = valid * float(bucket.num_chunks * k)
+      senders += jnp.stack([of_all, distinct])
   held, sent, stays, all_sent, different = group.over_devices(
-    jax.lax.psum, jnp.concatenate([report.energies, senders])
+    lax.psum,
+    jnp.concatenate([report.energies, senders]),
   )
   return {
     'num_excluded': group.size - report.num_valid,
@@ -505,5 +476,8 @@ def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
   }
 
 
-def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+def _ratio(
+  a: Array,
+  b: Array,
+) -> Array:
   return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
@@ -56,35 +57,35 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 # `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
 # `SUMMED` + dtype: `[elements]`.
-Message = Mapping[str, jax.Array]
+Message = Mapping[str, Array]
 SUMMED = 'sum_'
 
 
 class Selected(NamedTuple):
   """The selection from a bucket, on one device of one worker."""
 
-  indices: jax.Array | None  # int32 [rows, k], ascending; None if k is n
-  values: jax.Array  # [rows, k]
-  energy: jax.Array  # float32 [], the sum of squares of all coefficients
+  indices: Array | None  # int32 [rows, k], ascending; None if k is n
+  values: Array  # [rows, k]
+  energy: Array  # float32 [], the sum of squares of all coefficients
 
 
 class Received(NamedTuple):
   """The selections of all workers from a bucket."""
 
   # int32 [senders, rows, k]; None if k is n, or all selected the same.
-  indices: jax.Array | None
-  values: jax.Array  # [senders, rows, k]; a sum is one sender's mean
-  valid: jax.Array  # bool [senders], whose values count
-  weights: jax.Array | None = None  # float32 [senders], if they have some
+  indices: Array | None
+  values: Array  # [senders, rows, k]; a sum is one sender's mean
+  valid: Array  # bool [senders], whose values count
+  weights: Array | None = None  # float32 [senders], if they have some
 
 
 class Report(NamedTuple):
   """Counts and energies of an exchange."""
 
-  num_valid: jax.Array | None  # int32 []; None without buckets
-  energies: jax.Array  # float32 [ENERGIES], over valid workers
+  num_valid: Array | None  # int32 []; None without buckets
+  energies: Array  # float32 [ENERGIES], over valid workers
   # Of each bucket float32 [], different coefficients; known once merged.
-  distinct: Sequence[jax.Array] = ()
+  distinct: Sequence[Array] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,50 +99,44 @@ class Packer:
   @property
   def name(self) -> str:
     """Name of the words in a message."""
-    return GATHERED if self.num_owners is None else TO_OWNERS
+    return TO_OWNERS if self.num_owners else GATHERED
 
   @property
   def _owners(self) -> tuple[int, ...]:
     """The axis of owners that arrays in a message have, if any."""
-    return () if self.num_owners is None else (self.num_owners,)
+    return (self.num_owners,) if self.num_owners else ()
 
   @functools.cached_property
   def read(self) -> tuple[Bucket, ...]:
     """The part of each bucket that one worker reads."""
-    if self.num_owners is None:
-      return self.buckets
-    owned = []
+    parts = []
     for bucket in self.buckets:
-      is_owned = not bucket.format.shared
-      owned.append(bucket.share(self.num_owners) if is_owned else bucket)
-    return tuple(owned)
+      if self.num_owners and not bucket.format.shared:
+        bucket = bucket.share(self.num_owners)
+      parts.append(bucket)
+    return tuple(parts)
 
   @functools.cached_property
   def gathered(self) -> dict[ChunkFormat, list[int]]:
     """Numbers of the buckets of each format, which are packed together."""
-    found: dict[ChunkFormat, list[int]] = {}
+    members: dict[ChunkFormat, list[int]] = {}
     for number, bucket in enumerate(self.read):
       if not bucket.format.shared:
-        found.setdefault(bucket.sent_format, []).append(number)
-    return found
+        members.setdefault(bucket.sent_format, []).append(number)
+    return members
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
     """Numbers of the buckets of each dtype that are summed."""
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for number, bucket in enumerate(self.read):
       if bucket.format.shared:
-        found.setdefault(bucket.format.dtype, []).append(number)
-    return found
+        members.setdefault(bucket.format.dtype, []).append(number)
+    return members
 
-  def _chunks(self, numbers: Sequence[int]) -> list[int]:
+  def _chunks(self, members: Sequence[int]) -> list[int]:
     """Chunks that are sent of each bucket."""
-    return [self.read[number].sent_chunks for number in numbers]
-
-  def _sizes(self, numbers: Sequence[int]) -> list[int]:
-    """Values that are sent of each bucket."""
-    buckets = [self.read[number] for number in numbers]
-    return [bucket.sent_chunks * bucket.sent_format.k for bucket in buckets]
+    return [self.read[number].sent_chunks for number in members]
 
   @property
   def _words(self) -> list[int]:
@@ -152,61 +147,60 @@ class Packer:
     return sizes
 
   @property
-  def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every array in the message of one device."""
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+  def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays in the message of one device."""
+    end = END_WORDS + self.weighted
+    arrays = {}
     if self.gathered:
-      words = sum(self._words) + END_WORDS + self.weighted
-      rows = -(-words // ROW)
-      shape = (*self._owners, words) if self._owners else (rows, ROW)
-      shapes[self.name] = shape, 'uint32'
+      words = sum(self._words) + end
+      shape: tuple[int, ...] = -(-words // ROW), ROW
+      if self.num_owners:
+        shape = self.num_owners, words
+      arrays[self.name] = jax.ShapeDtypeStruct(shape, jnp.uint32)
     for dtype, members in self.summed.items():
-      length = sum(self._sizes(members)) + 1 + ENERGIES + self.weighted
-      shapes[SUMMED + dtype] = (length,), dtype
-    return shapes
+      length = sum(self.read[number].num_sent for number in members) + end
+      arrays[SUMMED + dtype] = jax.ShapeDtypeStruct((length,), dtype)
+    return arrays
 
   # Packing --------------------------------------------------------------------
 
   def pack(
     self,
     selected: Sequence[Selected],
-    alpha: jax.Array,
-    valid: jax.Array,
-    weight: jax.Array | None = None,
-  ) -> tuple[Message, list[jax.Array]]:
+    alpha: Array,
+    valid: Array,
+    weight: Array | None = None,
+  ) -> tuple[Message, list[Array]]:
     """Writes one device's message; `alpha`, `valid`, `weight` are scalars.
 
     Returns the message, and for each bucket the values `[rows, k]` that
     receivers decode.
     """
-    sent = [x.values for x in selected]  # summed values are sent unrounded
-    packed: list[jax.Array] = []
-    for chunk_format, members in self.gathered.items():
-      words, decoded = self._encode(chunk_format, members, selected)
-      packed.append(words)
-      for number, values in zip(members, decoded):
-        sent[number] = values
-
-    message: dict[str, jax.Array] = {}
+    sent = [selection.values for selection in selected]
     own_weight = [] if weight is None else [weight[None]]  # float32 [1]
+    message = {}
     if self.gathered:
-      numbers = list(itertools.chain(*self.gathered.values()))
-      energies = self._energies(numbers, selected, sent, alpha)
-      numbers_at_end = jnp.concatenate([energies, *own_weight])
-      bits = jax.lax.bitcast_convert_type(numbers_at_end, jnp.uint32)
-      end = jnp.concatenate([valid.astype(jnp.uint32)[None], bits])
-      end = jnp.broadcast_to(end, (*self._owners, *end.shape))
-      words = jnp.concatenate([*packed, end], axis=-1)
-      message[self.name] = words if self._owners else as_rows(words)
+      packed = []
+      for chunk_format, members in self.gathered.items():
+        words, decoded = self._encode(chunk_format, members, selected)
+        packed.append(words)
+        for number, values in zip(members, decoded):
+          sent[number] = values
+      gathered = list(itertools.chain(*self.gathered.values()))
+      energies = self._energies(gathered, selected, sent, alpha)
+      scalars = jnp.concatenate([energies, *own_weight])
+      message[self.name] = self._join_words(packed, valid, scalars)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
       energies = plain.where(jnp.isfinite(energies), energies, 0)
       one = jnp.ones((1,), dtype)
-      vectors = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
+      vectors = []
+      for number in members:
+        vectors.append(self.buckets[number].strip(sent[number]).reshape(-1))
       if weight is not None:
-        vectors = [rounding.mul_no_fma(weight, x) for x in vectors]
-      numbers_at_end = jnp.concatenate([energies, *own_weight])
-      vector = jnp.concatenate([*vectors, one, numbers_at_end.astype(dtype)])
+        vectors = [rounding.mul_no_fma(weight, vector) for vector in vectors]
+      scalars = jnp.concatenate([energies, *own_weight]).astype(dtype)
+      vector = jnp.concatenate([*vectors, one, scalars])
       message[SUMMED + dtype] = plain.where(valid, vector, 0)
     return message, sent
 
@@ -215,38 +209,50 @@ class Packer:
     chunk_format: ChunkFormat,
     members: Sequence[int],
     selected: Sequence[Selected],
-  ) -> tuple[jax.Array, list[jax.Array]]:
-    """Writes all buckets of one format as uint32 `[words]`.
+  ) -> tuple[Array, list[Array]]:
+    """Writes all buckets of one format as uint32 `[*owners, words]`.
 
-    Returns also the values `[rows, k]` that receivers decode of each. With
-    owners, words are `[owners, words]`.
+    Returns also the values `[rows, k]` that receivers decode of each.
     """
-    stripped: list[jax.Array] = []
-    indices: list[jax.Array] = []
+    all_values, all_indices = [], []  # [*owners, chunks, k] of each bucket
     for number in members:
-      bucket, (of_bucket, values, _) = self.read[number], selected[number]
-      stripped.append(bucket.strip(values, *self._owners))
-      if of_bucket is not None:
-        indices.append(bucket.strip(of_bucket, *self._owners))
-    words, decoded = chunk_format.encode(
-      jnp.concatenate(indices, axis=-2) if indices else None,
-      jnp.concatenate(stripped, axis=-2),  # [chunks, k]
-    )
+      bucket, (indices, values, _) = self.read[number], selected[number]
+      all_values.append(bucket.strip(values, *self._owners))
+      if indices is not None:
+        all_indices.append(bucket.strip(indices, *self._owners))
+    joined = None
+    if all_indices:
+      joined = jnp.concatenate(all_indices, axis=-2)
+    values = jnp.concatenate(all_values, axis=-2)
+    words, decoded = chunk_format.encode(joined, values)
     sent = []
     parts = split(decoded, self._chunks(members), axis=-2)
     for number, part in zip(members, parts):
       bucket = self.buckets[number]
-      flat = part.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
-      sent.append(bucket.unstrip(flat)[0])
+      without_padding = part.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
+      sent.append(bucket.unstrip(without_padding)[0])
     return words, sent
+
+  def _join_words(
+    self,
+    packed: Sequence[Array],
+    valid: Array,
+    scalars: Array,
+  ) -> Array:
+    """Joins the words of all formats, the status and float32 `scalars`."""
+    bits = lax.bitcast_convert_type(scalars, jnp.uint32)
+    end = jnp.concatenate([valid.astype(jnp.uint32)[None], bits])
+    end = jnp.broadcast_to(end, (*self._owners, *end.shape))
+    words = jnp.concatenate([*packed, end], axis=-1)  # [*owners, words]
+    return words if self.num_owners else as_rows(words)
 
   def _energies(
     self,
     members: Sequence[int],
     selected: Sequence[Selected],
-    sent: list[jax.Array],
-    alpha: jax.Array,
-  ) -> jax.Array:
+    sent: list[Array],
+    alpha: Array,
+  ) -> Array:
     """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest.
 
     Makes `sent` depend on them: momentum is read before these are subtracted in
@@ -259,16 +265,18 @@ class Packer:
       stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
       if chunk_format.k < chunk_format.n:
         stays += jnp.maximum(held - energy(values), 0)
-      found = jnp.stack([held, energy(sent[number]), stays])
+      energies = jnp.stack([held, energy(sent[number]), stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
-      sent[number] = rounding.after(sent[number], jnp.sum(found) < 0)
-      total += found
+      sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
+      total += energies
     return total
 
   # Unpacking ------------------------------------------------------------------
 
   def unpack(
-    self, arrived: Message, group: Group
+    self,
+    arrived: Message,
+    group: Group,
   ) -> tuple[list[Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}
@@ -284,7 +292,7 @@ class Packer:
       sums = arrived[SUMMED + dtype]
       total, end = jnp.split(sums, [len(sums) - END_WORDS - self.weighted])
       count = jnp.round(end[0]).astype(jnp.int32)
-      count = group.over_devices(jax.lax.pmin, count)
+      count = group.over_devices(lax.pmin, count)
       if num_valid is None:
         num_valid = count
       energies += end[1:END_WORDS].astype(jnp.float32)
@@ -292,17 +300,19 @@ class Packer:
       if self.weighted:
         share = rounding.reciprocal(end[-1], total.dtype)
       mean = rounding.mul_no_fma(share, total)
-      parts = split(mean, self._sizes(members), axis=0)
-      for number, part in zip(members, parts):
-        bucket = self.read[number]
+      buckets = [self.read[number] for number in members]
+      parts = split(mean, [bucket.num_sent for bucket in buckets], axis=0)
+      for number, bucket, part in zip(members, buckets, parts):
         values = bucket.unstrip(part.reshape(1, -1, bucket.sent_format.k))
         received[number] = Received(None, values, count[None] > 0)
     in_order = [received[number] for number in range(len(self.buckets))]
     return in_order, Report(num_valid, energies)
 
   def _read_words(
-    self, words: jax.Array, group: Group
-  ) -> tuple[dict[int, Received], jax.Array, jax.Array]:
+    self,
+    words: Array,
+    group: Group,
+  ) -> tuple[dict[int, Received], Array, Array]:
     """Reads uint32 `[workers, words]`.
 
     Returns the selections by bucket number; whose messages count, bool
@@ -310,13 +320,13 @@ class Packer:
     """
     *parts, end = jnp.split(words, np.cumsum(self._words), axis=1)
     good = [end[:, 0] == 1]
-    found: dict[int, tuple[jax.Array | None, jax.Array]] = {}
+    selections = {}
     for part, (chunk_format, members) in zip(parts, self.gathered.items()):
       counts = self._chunks(members)
       # [workers, chunks, k] of all members together
       indices, values, sound = chunk_format.decode(part, sum(counts))
       good.append(sound)
-      several: Sequence[jax.Array | None] = [None] * len(members)
+      several: Sequence[Array | None] = [None] * len(members)
       if indices is not None:
         several = split(indices, counts, axis=-2)
       of_each = zip(members, several, split(values, counts, axis=-2))
@@ -325,29 +335,31 @@ class Packer:
         first = jnp.arange(bucket.format.k, dtype=jnp.int32)
         if own_indices is not None:
           own_indices = bucket.unstrip(own_indices, first)
-        found[number] = own_indices, bucket.unstrip(own_values)
-    numbers_at_end = jax.lax.bitcast_convert_type(end[:, 1:], jnp.float32)
-    energies, weights = numbers_at_end[:, :ENERGIES], None
+        selections[number] = own_indices, bucket.unstrip(own_values)
+    scalars = lax.bitcast_convert_type(end[:, 1:], jnp.float32)
+    energies, weights = scalars[:, :ENERGIES], None
     if self.weighted:
-      weights = numbers_at_end[:, ENERGIES]
+      weights = scalars[:, ENERGIES]
       good.append(is_weight(weights))
     # A damaged message may have reached only one device of a worker.
     valid = group.all_devices(plain.every(good))
-    received = {i: Received(*found[i], valid, weights) for i in found}
+    received = {}
+    for number, selection in selections.items():
+      received[number] = Received(*selection, valid, weights)
     return received, valid, energies
 
 
-def is_weight(x: jax.Array) -> jax.Array:
+def is_weight(x: Array) -> Array:
   """Returns which numbers are weights that count; NaN does not."""
   return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
 
 
-def as_rows(words: jax.Array) -> jax.Array:
+def as_rows(words: Array) -> Array:
   """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
   return plain.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
-def energy(x: jax.Array) -> jax.Array:
+def energy(x: Array) -> Array:
   """Returns the sum of squares of `[rows, ...]`, float32 `[]`.
 
   An estimate by a part of many rows: a metric is not worth a pass over memory.
@@ -362,10 +374,14 @@ def energy(x: jax.Array) -> jax.Array:
       mode='promise_in_bounds',
       wrap_negative_indices=False,
     )
-  found = jnp.sum(jnp.square(part), dtype=jnp.float32)
-  return found * (len(x) / len(part))
+  total = jnp.sum(jnp.square(part), dtype=jnp.float32)
+  return total * (len(x) / len(part))
 
 
-def split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
+def split(
+  x: Array,
+  sizes: Sequence[int],
+  axis: int,
+) -> list[Array]:
   """Cuts an array into consecutive parts."""
   return jnp.split(x, np.cumsum(sizes)[:-1], axis)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
@@ -43,21 +43,22 @@ class UpdatePacker:
   @functools.cached_property
   def shares(self) -> dict[int, Bucket]:
     """By bucket number, the part that one owner writes."""
-    found = {}
+    shares = {}
     for number, bucket in enumerate(self.buckets):
       if bucket.format.shared:
         continue
       n, dtype = bucket.format.n, bucket.format.dtype
-      found[number] = dataclasses.replace(
-        bucket.share(self.num_owners),
-        format=ChunkFormat(n, n, dtype, self.values),
-      )
-    return found
+      everything = ChunkFormat(n, n, dtype, self.values)
+      share = bucket.share(self.num_owners)
+      shares[number] = dataclasses.replace(share, format=everything)
+    return shares
 
   @property
   def _sizes(self) -> list[int]:
     """Words for the updates in each bucket, then for the report."""
-    sizes = [x.format.words(x.num_chunks) for x in self.shares.values()]
+    sizes = []
+    for share in self.shares.values():
+      sizes.append(share.format.words(share.num_chunks))
     return [*sizes, 1 + ENERGIES + len(self.shares)]
 
   @property
@@ -68,12 +69,12 @@ class UpdatePacker:
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """An owner's residuals by bucket name, as shapes and dtypes."""
-    found = {}
+    residuals = {}
     if self.values not in WITHOUT_RESIDUAL:
       for share in self.shares.values():
         shape = share.num_chunks, share.format.n
-        found[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
-    return found
+        residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
+    return residuals
 
   def pack(
     self,
@@ -102,24 +103,27 @@ class UpdatePacker:
         kept[share.name] = plain.where(someone, update - decoded, old)
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in self.shares])
-    numbers = jnp.concatenate([count, report.energies, distinct])
-    numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    return as_rows(jnp.concatenate([*packed, numbers])), kept
+    scalars = jnp.concatenate([count, report.energies, distinct])
+    end = lax.bitcast_convert_type(scalars, jnp.uint32)
+    return as_rows(jnp.concatenate([*packed, end])), kept
 
   def unpack(
-    self, data: Array, distinct: Sequence[Array], group: Group
+    self,
+    data: Array,
+    distinct: Sequence[Array],
+    group: Group,
   ) -> tuple[dict[int, Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
     Returns the updates in each bucket, `[num_chunks, n]`, and the combined
     report, with `distinct` for shared places.
     """
-    data = data.reshape(self.num_owners, -1)  # [owners, words]
-    *parts, numbers, _ = jnp.split(data, np.cumsum(self._sizes), axis=1)
-    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
+    words = data.reshape(self.num_owners, -1)
+    *parts, end, _ = jnp.split(words, np.cumsum(self._sizes), axis=1)
+    scalars = lax.bitcast_convert_type(end, jnp.float32)  # [owners, ...]
     # An owner that received a damaged message counts fewer workers than others.
-    num_valid = jnp.min(numbers[:, 0]).astype(jnp.int32)
-    num_valid = group.over_devices(jax.lax.pmin, num_valid)
+    num_valid = jnp.min(scalars[:, 0]).astype(jnp.int32)
+    num_valid = group.over_devices(lax.pmin, num_valid)
     someone = num_valid > 0
     updates = {}
     for part, (number, share) in zip(parts, self.shares.items()):
@@ -128,7 +132,7 @@ class UpdatePacker:
       values = plain.where(sound[:, None, None] & someone, values, 0)
       chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
-    totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
+    totals = jnp.sum(scalars[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
     for (number, share), total in zip(self.shares.items(), totals):
       bucket = self.buckets[number]
@@ -136,5 +140,5 @@ class UpdatePacker:
       padding = self.num_owners * share.num_chunks - bucket.num_chunks
       padding *= bucket.format.k
       all_distinct[number] = total - padding * someone.astype(jnp.float32)
-    energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
+    energies = jnp.max(scalars[:, 1 : 1 + ENERGIES], axis=0)
     return updates, Report(num_valid, energies, all_distinct)

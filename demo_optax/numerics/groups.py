@@ -16,12 +16,18 @@ from demo_optax.numerics import plain, platform
 Tables = tuple[Array, Array]
 
 
-def num_places(n: int, k: int) -> int:
+def num_places(
+  n: int,
+  k: int,
+) -> int:
   """Returns how many places the largest group has."""
   return -(-n // k)
 
 
-def largest(coefficients: Array, k: int) -> Array:
+def largest(
+  coefficients: Array,
+  k: int,
+) -> Array:
   """Returns the place with the largest magnitude in each of `k` groups.
 
   Takes one maximum over integers. A key has the upper bits from a magnitude,
@@ -50,20 +56,32 @@ def places(indices: Array) -> Array:
   return lax.div(indices, jnp.int32(indices.shape[-1]))
 
 
-def take(coefficients: Array, indices: Array) -> Array:
+def take(
+  coefficients: Array,
+  indices: Array,
+) -> Array:
   """Returns the values at the indices, `[rows, k]`, from `[rows, n]`."""
   table = _table(coefficients, indices.shape[1])
   hits = _hits(places(indices), table.shape[1])
   return jnp.sum(plain.where(hits, table, 0), axis=1)
 
 
-def spread(indices: Array, values: Array, n: int) -> Array:
+def spread(
+  indices: Array,
+  values: Array,
+  n: int,
+) -> Array:
   """Returns coefficients `[rows, n]` with the values at the indices."""
   table = _spread(places(indices), values, n)
   return table.reshape(len(values), -1)[:, :n]  # without padding
 
 
-def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
+def add_up(
+  indices: Array,
+  values: Array,
+  present: Array,
+  n: int,
+) -> Tables:
   """Adds up `[workers, rows, k]` of `present` workers, one after the other.
 
   Returns tables: the sums, and from how many workers each is, as floats.
@@ -77,7 +95,10 @@ def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
     own = all_places[worker]
     return _spread(own, values[worker], n), _spread(own, ones[worker], n)
 
-  def add(worker: Array, sums: Tables) -> Tables:
+  def add(
+    worker: Array,
+    sums: Tables,
+  ) -> Tables:
     return jax.tree.map(jnp.add, sums, tables(worker))
 
   workers = len(indices)
@@ -85,19 +106,29 @@ def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
   return lax.fori_loop(1, workers, add, tables(0), unroll=turns)
 
 
-def _spread(places: Array, values: Array, n: int) -> Array:
+def _spread(
+  places: Array,
+  values: Array,
+  n: int,
+) -> Array:
   """Returns a table with the values at their places."""
   hits = _hits(places, num_places(n, places.shape[1]))  # [rows, places, k]
   return plain.where(hits, values[:, None], 0)
 
 
-def _table(x: Array, k: int) -> Array:
+def _table(
+  x: Array,
+  k: int,
+) -> Array:
   """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
   number = num_places(n, k)
   return plain.pad_to(x, number * k).reshape(rows, number, k)
 
 
-def _hits(places: Array, number: int) -> Array:
+def _hits(
+  places: Array,
+  number: int,
+) -> Array:
   """Returns where the places are in a bool table `[rows, number, k]`."""
   return places[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]

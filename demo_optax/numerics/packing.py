@@ -7,19 +7,25 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from demo_optax.numerics import plain
 
 _WORD = 32
 
 
-def packed_words(count: int, width: int) -> int:
+def packed_words(
+  count: int,
+  width: int,
+) -> int:
   """Returns the words that `count` numbers with `width` bits take."""
   return sum(-(-count * part // _WORD) for part in _parts(width))
 
 
-def pack_bits(numbers: Array, width: int) -> Array:
+def pack_bits(
+  numbers: Array,
+  width: int,
+) -> Array:
   """Packs numbers below `2**width`, 1 to 32 bits, into uint32 words.
 
   Takes uint32 `[..., count]`; returns `[..., words]`. A number is cut
@@ -45,7 +51,11 @@ def pack_bits(numbers: Array, width: int) -> Array:
   return jnp.concatenate(planes, axis=-1)
 
 
-def unpack_bits(words: Array, count: int, width: int) -> Array:
+def unpack_bits(
+  words: Array,
+  count: int,
+  width: int,
+) -> Array:
   """Undoes `pack_bits`; returns uint32 `[..., count]`."""
   *lead, _ = words.shape
   numbers = jnp.zeros((*lead, count), jnp.uint32)
@@ -68,13 +78,19 @@ def _parts(width: int) -> list[int]:
   return [power for power in powers if width & power]
 
 
-def _first_bits(part: int, ndim: int) -> Array:
+def _first_bits(
+  part: int,
+  ndim: int,
+) -> Array:
   """Returns where parts begin in a word, uint32 `[..., 32 / part, 1]`."""
   places = np.arange(0, _WORD, part, dtype=np.uint32)[:, None]
-  return jax.lax.broadcast_to_rank(places, ndim)
+  return lax.broadcast_to_rank(places, ndim)
 
 
-def places_of_ones(ones: Array, k: int) -> Array:
+def places_of_ones(
+  ones: Array,
+  k: int,
+) -> Array:
   """Returns the places of the first `k` ones in rows, bool `[rows, size]`.
 
   Counts ones per 32 bits to find the word with the j-th one, then halves that
@@ -87,7 +103,7 @@ def places_of_ones(ones: Array, k: int) -> Array:
   bits = plain.pad_to(ones, number * _WORD).reshape(rows, number, _WORD)
   shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   words = jnp.sum(bits.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
-  counts = jax.lax.population_count(words).astype(jnp.int32)
+  counts = lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
   order = jnp.arange(number, dtype=jnp.int32)
   triangle = (order[:, None] >= order[None]).astype(jnp.int32)
@@ -102,13 +118,17 @@ def places_of_ones(ones: Array, k: int) -> Array:
   return plain.where(word < number, places, size)
 
 
-def take(x: Array, places: Array) -> Array:
+def take(
+  x: Array,
+  places: Array,
+) -> Array:
   """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.
   """
   return x.at[row_numbers(places), places].get(
-    mode='promise_in_bounds', wrap_negative_indices=False
+    mode='promise_in_bounds',
+    wrap_negative_indices=False,
   )
 
 
@@ -117,12 +137,15 @@ def row_numbers(places: Array) -> Array:
   return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
 
 
-def _place_in_word(words: Array, rank: Array) -> Array:
+def _place_in_word(
+  words: Array,
+  rank: Array,
+) -> Array:
   """Returns where the `rank`-th one is in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
-    count = jax.lax.population_count(low).astype(jnp.int32)
+    count = lax.population_count(low).astype(jnp.int32)
     above = rank >= count
     rank = plain.where(above, rank - count, rank)
     place = plain.where(above, place + width, place)
@@ -130,7 +153,9 @@ def _place_in_word(words: Array, rank: Array) -> Array:
 
 
 def digest_block(
-  x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+  x: chex.Array,
+  start: np.ndarray,
+  shape: tuple[int, ...],
 ) -> chex.Array:
   """Returns the part of a digest from one block, uint32 `[2]`.
 
@@ -159,7 +184,10 @@ _AT_ONCE = 2**16  # elements that NumPy digests
 
 
 def _digest(
-  xp: ModuleType, x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+  xp: ModuleType,
+  x: chex.Array,
+  start: np.ndarray,
+  shape: tuple[int, ...],
 ) -> chex.Array:
   words = _words(x)  # u32[*block, words of an element]
   place = xp.zeros((1,) * words.ndim, xp.uint32)

@@ -1,14 +1,16 @@
 """Arithmetic whose rounding does not depend on the program around it."""
 
-import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from chex import Numeric
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 
-def mul_no_fma(weight: chex.Numeric, x: Array) -> Array:
+def mul_no_fma(
+  weight: Numeric,
+  x: Array,
+) -> Array:
   """Returns `weight * x` in the dtype of `x`, rounded before it is used.
 
   Compilers may contract a product and a sum into one operation with a single
@@ -22,7 +24,10 @@ def mul_no_fma(weight: chex.Numeric, x: Array) -> Array:
   return hidden(jnp.asarray(weight, x.dtype) * x, x)
 
 
-def hidden(x: Array, like: Array) -> Array:
+def hidden(
+  x: Array,
+  like: Array,
+) -> Array:
   """Returns `x` so that compilers do not know its value or where it is from.
 
   `like` must broadcast with `x`. Where it is NaN, the last bit of `x` flips.
@@ -30,23 +35,33 @@ def hidden(x: Array, like: Array) -> Array:
   return after(x, like != like)
 
 
-def after(x: Array, never: Array) -> Array:
+def after(
+  x: Array,
+  never: Array,
+) -> Array:
   """Returns `x` so that compilers compute `never` first: a bool that is false.
 
   Where it is true, the last bit of `x` flips.
   """
   bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  as_bits = jax.lax.bitcast_convert_type(x, bits) ^ never.astype(bits)
-  return jax.lax.bitcast_convert_type(as_bits, x.dtype)
+  as_bits = lax.bitcast_convert_type(x, bits) ^ never.astype(bits)
+  return lax.bitcast_convert_type(as_bits, x.dtype)
 
 
-def reciprocal(total: Array, dtype: DTypeLike) -> Array:
+def reciprocal(
+  total: Array,
+  dtype: DTypeLike,
+) -> Array:
   """Returns `1 / total` for a sum of weights; 1 for a sum of zero."""
   wide = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
   return hidden(1 / wide, wide)
 
 
-def exact_reciprocal(count: Array, most: int, dtype: DTypeLike) -> Array:
+def exact_reciprocal(
+  count: Array,
+  most: int,
+  dtype: DTypeLike,
+) -> Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 
   Looked up, since compilers divide in one program and multiply in another.

@@ -69,7 +69,7 @@ def demo(
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: as in `optax.add_decayed_weights`.
     exchange: as in `scale_by_demo`. Only updates' signs matter:
-      `'all_to_all'` and `'auto'` change no bit of the parameters.
+      `'all_to_all'` changes no bit of the parameters.
 
   Raises:
     ValueError: a hyperparameter out of range, and as `scale_by_demo`.

@@ -110,6 +110,7 @@ def split(objects: Sequence[object]) -> tuple[list[jax.Array], object]:
   """Splits NNX objects together; returns their arrays and structure."""
   if not objects:
     return [], None
+  # One graph, since objects may share variables.
   with _nnx().split_context(_CONTEXT) as context:
     graphdef, values = context.flatten(list(objects), with_paths=False)
   leaves, treedef = jax.tree.flatten(values)

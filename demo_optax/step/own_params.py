@@ -60,6 +60,7 @@ def enter(
         ' tx.init of these parameters.'
       )
     changed |= jnp.any(x != arrays[shared].astype(x.dtype))
+  # Also the one that all share, and where the worker's started.
   for number, copies in params.items():
     x = arrays[number]
     for copy in copies:

@@ -56,5 +56,6 @@ class Parts(NamedTuple):
 
   def joined(self, roles: Iterable[Role]) -> list[Any]:
     """Returns the arrays in one list again."""
+    # Each list is read in its own order.
     own, equal = iter(self.own), iter(self.equal)
     return [next(own if role.is_own else equal) for role in roles]

@@ -79,6 +79,7 @@ class Form(NamedTuple):
   ) -> tuple[Any, list[object]]:
     """Returns the tree with these arrays, and its NNX objects."""
     count = self.treedef.num_leaves
+    # As `only_arrays` has numbered them: objects, then what they hold.
     variables = arrays[count:]
     objects = modules.merge(self.objects, variables, inner)
     known = [*objects, *variables]

@@ -55,6 +55,7 @@ def check_gradient(
   if found != expected:
     remedy = "Give the worker's own gradient, unstacked."
     if lead:
+      # As jax.jit has it: one gradient for all workers' batches.
       remedy = (
         'Decorate the training step with demo_optax.data_parallel(workers),'
         " and it takes one worker's gradient. An averaged gradient has nothing"

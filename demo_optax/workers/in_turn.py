@@ -4,14 +4,21 @@ For steps with operations that `jax.vmap` cannot map, and for models that
 fit the memory only one at a time.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend import core
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from demo_optax.workers.collectives import Axis, first
+from demo_optax.workers.equations import (
+  function_of,
+  made_by,
+  read_by,
+  values_of,
+  variables,
+)
 from demo_optax.workers.variation import Origin, waits, watch_p
 
 # Equations that need the axis of the workers, beside those that communicate.
@@ -34,19 +41,17 @@ def run_in_turn(
   values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
-  def read(atoms: Sequence[Var | core.Literal]) -> list[jax.Array]:
-    return [values[x] if isinstance(x, Var) else x.val for x in atoms]
-
   def run_loop(
-    eqns: list[JaxprEqn],
+    eqns: Sequence[JaxprEqn],
     later: Sequence[JaxprEqn],
   ) -> None:
     """Runs equations in a loop; keeps what later ones and results read."""
-    used = {*_variables(later), *_only(jaxpr.outvars)}
-    outs = [variable for variable in _made(eqns) if variable in used]
-    part, ins = _part(jaxpr, eqns, outs)
+    used = {*read_by(later), *variables(jaxpr.outvars)}
+    outs = [variable for variable in made_by(eqns) if variable in used]
+    part, ins = function_of(jaxpr, eqns, outs)
     # Without an input that differs between workers it runs once.
-    for variable, x in zip(outs, sequential_vmap(part)(*read(ins))):
+    found = sequential_vmap(part)(*values_of(values, ins))
+    for variable, x in zip(outs, found):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
       values[variable] = x if is_own else first(x, axis)
@@ -56,7 +61,7 @@ def run_in_turn(
     is_mapped = waits(eqn, axis, _MAPPED)
     is_own = any(origins[variable].differs for variable in eqn.outvars)
     # What workers share runs at once, unless it reads what is waiting.
-    is_ready = values.keys() >= {*_variables([eqn])}
+    is_ready = values.keys() >= {*read_by([eqn])}
     if not is_mapped and (is_own or not is_ready):
       waiting.append(eqn)
       continue
@@ -66,37 +71,11 @@ def run_in_turn(
     # A function may have exchanges inside, and much else between them.
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
       inner = eqn.params['jaxpr']
-      results = run_in_turn(inner, origins, axis, read(eqn.invars))
+      given = values_of(values, eqn.invars)
+      results = run_in_turn(inner, origins, axis, given)
     else:
-      part, ins = _part(jaxpr, [eqn], eqn.outvars)
-      results = part(*read(ins))
+      part, ins = function_of(jaxpr, [eqn], eqn.outvars)
+      results = part(*values_of(values, ins))
     values.update(zip(eqn.outvars, results))
   run_loop(waiting, [])  # what only results read
-  return read(jaxpr.outvars)
-
-
-def _part(
-  jaxpr: Jaxpr,
-  eqns: Sequence[JaxprEqn],
-  outs: Sequence[Var],
-) -> tuple[Callable[..., list[jax.Array]], list[Var]]:
-  """Makes a function from some equations; returns it and what it reads."""
-  made = {*_made(eqns)}
-  ins = [variable for variable in _variables(eqns) if variable not in made]
-  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
-  return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
-
-
-def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
-  """Returns the variables that equations compute."""
-  return [variable for eqn in eqns for variable in eqn.outvars]
-
-
-def _variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
-  """Returns the variables that equations read, each once."""
-  return [*dict.fromkeys(_only(atom for eqn in eqns for atom in eqn.invars))]
-
-
-def _only(atoms: Iterable[object]) -> list[Var]:
-  """Returns the variables among variables and constants."""
-  return [atom for atom in atoms if isinstance(atom, Var)]
+  return values_of(values, jaxpr.outvars)

@@ -73,6 +73,7 @@ class ParamSpecs:
           'param_specs must have a jax.sharding.PartitionSpec for'
           f' {name}, got {short(spec)}. Give None for replicated.'
         )
+      # A dimension is cut along an axis once, and never over the workers.
       names = names_of(spec)
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(

@@ -294,6 +294,7 @@ class Workers:
     `[workers, devices, ...]`, without `workers` inside a step, and without
     `devices` where no axes are inside a worker.
     """
+    # From what each device has, outwards.
     if self.param_specs.axes:
       shape = (self.param_specs.devices, *shape)
     if self.stacked_state:

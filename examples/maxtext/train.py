@@ -55,7 +55,7 @@ class Exchange:
     chunk_size: of `demo`.
     values: how coefficients are written, of `demo`.
     decay: of the momentum that was not sent.
-    kind: 'all_gather', 'all_to_all' or 'auto'.
+    kind: 'all_gather' or 'all_to_all'.
   """
 
   optimizer: str = 'demo'

@@ -1,7 +1,6 @@
 """Chunks that are divided among the workers: the same updates, fewer bytes."""
 
 import functools
-import itertools
 
 import hlo_text
 import jax
@@ -31,7 +30,7 @@ SHAPES = {  # more chunks than workers, and fewer
   'bias': (64,),
   'scalar': (),
 }
-LOSSY = ['bfloat16', 'int8', 'int4', 'sign']
+LOSSY = ['bfloat16', 'int4', 'sign']  # int8 is int4 with more levels
 
 
 def gradients_of(step, count):
@@ -89,8 +88,9 @@ def momentum(state):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('count', [3, 8])
-def test_signs_are_those_of_an_all_gather(count):
+def test_signs_are_those_of_an_all_gather():
+  """Eight chunks, of six owners: two have padding, and two nothing else."""
+  count = 6
   expected, before = train(count, 'all_gather')
   found, after = train(count, 'all_to_all')
   assert_same_bits(found, expected)
@@ -99,10 +99,7 @@ def test_signs_are_those_of_an_all_gather(count):
     expected_metric = demo_optax.exchange_info(before)[name]
     np.testing.assert_allclose(x, expected_metric, rtol=1e-5, err_msg=name)
   # Zeros move nothing: else cancelled sums would show nothing.
-  assert (
-    count < 8
-    or np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
-  )
+  assert np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
 
 
 @pytest.mark.core
@@ -180,21 +177,20 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
   assert np.any(alone[:, chunks[2]] != whole[:, chunks[2]])
 
 
-@pytest.mark.parametrize(
-  'shared',
-  [
-    compressors.Compressor(
-      compressors.RandomSubset(1 / 4), compressors.Identity()
-    ),
-    pytest.param(compressors.full(), marks=pytest.mark.core),
-    COMPRESSOR,
-  ],
-)
-def test_exact_updates_and_what_all_share_are_as_before(shared):
+@pytest.mark.core
+def test_exact_updates_and_what_all_share_are_as_before():
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)
   params = workers.device_put(random_tree(9, SHAPES))
-  mixed = {**dict.fromkeys(SHAPES, shared), 'few': COMPRESSOR, 'bias': None}
+  shared = compressors.Compressor(
+    compressors.RandomSubset(1 / 4), compressors.Identity()
+  )
+  mixed = {
+    'matrix': COMPRESSOR,
+    'few': shared,
+    'bias': None,
+    'scalar': compressors.full(),
+  }
 
   def run(exchange):
     tx = owners(workers, 'float32', mixed, exchange)
@@ -203,6 +199,19 @@ def test_exact_updates_and_what_all_share_are_as_before(shared):
     )[0]
 
   assert_same_bits(run('all_to_all'), run('all_gather'))
+
+
+def test_without_a_chunk_to_own_nothing_is_broadcast():
+  params = random_tree(9, SHAPES)
+  workers = demo_optax.Workers.simulated(4)
+  programs = []
+  for exchange in ('all_to_all', 'all_gather'):
+    tx = owners(workers, 'sign', compressors.full(), exchange)
+    state = jax.eval_shape(tx.init, params)
+    programs.append(
+      jax.make_jaxpr(tx.update)(gradients_of(0, 4), state, params)
+    )
+  assert str(programs[0]) == str(programs[1])
 
 
 # Codes that lose something ----------------------------------------------------
@@ -258,25 +267,21 @@ def test_what_a_code_loses_is_sent_later(values, count):
 # Choosing ---------------------------------------------------------------------
 
 
-def test_auto_is_what_receives_less():
+def test_owners_pay_from_dozens_of_workers():
   params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
   compressor = demo_optax.dct_topk(topk=32, values='sign')
-  received = {
-    (count, exchange): demo_optax.plan(
+
+  def received(count, exchange):
+    plan = demo_optax.plan(
       params, compressor, count, exchange=exchange, update_values='ternary'
-    ).received_bytes
-    for count, exchange in itertools.product(
-      (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto')
     )
-  }
-  for count in (2, 4, 16, 64, 1024):
-    both = received[count, 'all_gather'], received[count, 'all_to_all']
-    assert received[count, 'auto'] == min(both)
-  assert received[4, 'auto'] == received[4, 'all_gather']
-  assert received[64, 'auto'] == received[64, 'all_to_all']
+    return plan.received_bytes
+
+  assert received(4, 'all_gather') < received(4, 'all_to_all')
+  assert received(64, 'all_to_all') < received(64, 'all_gather')
   # Constant in the number of workers: a message, and 1.6 bits an element.
   most = demo_optax.plan(params, compressor, 2).payload_bytes + 2**24 / 5
-  assert received[64, 'all_to_all'] < 1.02 * most
+  assert received(64, 'all_to_all') < 1.02 * most
 
 
 # States of another number of workers ------------------------------------------
