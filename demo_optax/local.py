@@ -110,12 +110,7 @@ def local_updates(
     TypeError: `Workers.on_axis`.
     ValueError: `outer` makes other updates for every worker, without `drift`.
   """
-  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
-  if workers.kind == 'on_axis':
-    raise TypeError(
-      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
-      ' Give those of the data_parallel step.'
-    )
+  _check_workers(workers)
   if not callable(sync_period):
     _checks.check_positive('sync_period', sync_period)
   inner = optax.with_extra_args_support(inner)
@@ -157,12 +152,8 @@ def local_updates(
     worker = state.worker_stacked
     expected = jax.eval_shape(init_one, _tree.mask_others(params))
     _tree.check_state(worker, expected, 0, workers)
-    worker = _inner_step(
-      inner,
-      _tree.mask_others(updates),
-      worker,
-      extra_args,
-    )
+    gradients = _tree.mask_others(updates)
+    worker = _inner_step(inner, gradients, worker, extra_args)
     steps = state.steps_since_sync + 1
     period = sync_period
     if callable(period):
@@ -188,6 +179,15 @@ def local_updates(
     init_fn,
     functools.partial(_tree.update_without_variables, update),
   )
+
+
+def _check_workers(workers: Workers) -> None:
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  if workers.kind == 'on_axis':
+    raise TypeError(
+      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
+      ' Give those of the data_parallel step.'
+    )
 
 
 def _outer_step(

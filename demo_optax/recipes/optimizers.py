@@ -237,19 +237,11 @@ def demo_muon(
   )
   exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
   descent = _descent(learning_rate, weight_decay)
-  other_descent = _descent(
-    other_learning_rate,
-    other_weight_decay,
-    'other_',
-  )
+  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
 
   def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    axes, codes = _sorted(
-      params,
-      compressor,
-      muon_weight_dimension_numbers,
-    )
+    axes, codes = _sorted(params, compressor, muon_weight_dimension_numbers)
     labels = {path: _label(axes[path], codes[path]) for path in axes}
     # Frozen matrices need no momentum.
     is_moved = {path: label != 'frozen' for path, label in labels.items()}
@@ -272,28 +264,18 @@ def demo_muon(
       },
       matrices.tree_of(labels),
     )
+    link = functools.partial(links.chain, workers, sent)
+    at_once = exchange_by(sent)
     if not delayed:
-      own = of_each(own, workers)
-      return links.chain(
-        workers,
-        sent,
-        own,
-        exchange_by(sent),
-        after,
-      )
+      return link(of_each(own, workers), at_once, after)
+    late = exchange_by(sent, delayed=True)
+    is_late = {path: label == 'matrix' for path, label in labels.items()}
+    by_time = optax.partition(
+      {True: link(late, after), False: link(at_once, after)},
+      matrices.tree_of(is_late),
+    )
     # Of two exchanges each must see that a worker is excluded.
-    own = per_worker(own, workers=workers)
-    late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
-    parts = {
-      'matrix': links.chain(workers, sent, late, after),
-      'at once': links.chain(workers, sent, at_once, after),
-    }
-    times = dict.fromkeys(labels, 'at once')
-    for path, label in labels.items():
-      if label in parts:
-        times[path] = label
-    by_time = optax.partition(parts, matrices.tree_of(times))
-    return links.chain(workers, sent, own, by_time)
+    return link(per_worker(own, workers=workers), by_time)
 
   return _made_from_params(chain_for, workers)
 
