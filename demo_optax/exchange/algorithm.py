@@ -268,8 +268,10 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, selections in zip(packer.read, received):
-    u, found = arithmetic.merge(bucket, selections, config.average, hyper.step)
+  for bucket, selections, unused in zip(packer.read, received, chunks):
+    u, found = arithmetic.merge(
+      bucket, selections, config.average, hyper.step, unused
+    )
     merged.append(u)
     distinct.append(found)
   report = report._replace(distinct=distinct)

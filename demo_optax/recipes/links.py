@@ -16,6 +16,7 @@ from optax import contrib
 from demo_optax import _checks, _tree
 from demo_optax._per_worker import stays_finite
 from demo_optax.compressors.compressor import Compressor, CompressorTree
+from demo_optax.numerics import plain, platform
 from demo_optax.recipes.matrices import matrices
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
@@ -57,6 +58,7 @@ def scale_to_unit_rms(
 
     dtype = leaves[0].dtype
     us = [u.astype(_tree.momentum_dtype((), u)) for u in leaves]
+    us = plain.joined(us)
     # By the largest first: squares overflow and underflow before numbers do.
     largest = over(jnp.max, list(map(jnp.abs, us)))
     divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
@@ -233,17 +235,15 @@ def _update_matrices(
   # Both corrected for a momentum that starts at zero.
   of_momentum = beta / (1 - beta ** (count + 1))
   of_gradient = weight / (1 - beta**count)
-  new, ahead, rows, orders = [], [], [], []
+  gradients = plain.joined(gradients)
+  rows, orders = [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
-  for i, (g, m, d) in enumerate(zip(gradients, momenta, dimensions)):
+  for i, (g, d) in enumerate(zip(gradients, dimensions)):
     short, long = sorted(d, key=lambda side: _size(g, side))
     batch = [a for a in range(g.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    new.append(beta * m.astype(g.dtype) + weight * g)
-    x = of_momentum * new[i] + of_gradient * g
     shape = -1, _size(g, short), _size(g, long)
-    ahead.append(x.transpose(orders[i]).reshape(shape))
     squares = jnp.sum(jnp.square(g), long, keepdims=True)
     rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
     kind = shape, g.dtype
@@ -258,6 +258,14 @@ def _update_matrices(
     # No sum in the Gramian of `ahead` is larger.
     good &= jnp.isfinite(4 * of_rows.shape[1] * energies[-1]).all()
 
+  new, ahead = [], []
+  for g, m, row, order in zip(gradients, momenta, rows, orders):
+    old = m.astype(g.dtype)
+    # Not changed by a choice later: `ahead` would be made of both again.
+    new.append(jnp.where(good, beta * old + weight * g, old))
+    x = of_momentum * new[-1] + of_gradient * g
+    ahead.append(x.transpose(order).reshape(*row.shape, -1))
+
   found: list[Any] = [None] * len(gradients)
   for members, energy in zip(stacks.values(), energies):
     stack = jnp.concatenate([ahead[i] for i in members])
@@ -269,9 +277,7 @@ def _update_matrices(
     for i, part in zip(members, jnp.split(stack, ends[:-1])):
       in_order = [gradients[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(in_order).transpose(np.argsort(orders[i]))
-  momenta = [
-    jnp.where(good, x.astype(m.dtype), m) for x, m in zip(new, momenta)
-  ]
+  momenta = [x.astype(m.dtype) for x, m in zip(new, momenta)]
   return found, momenta, jnp.where(good, count, steps)
 
 
@@ -323,20 +329,23 @@ def chain(
     for exchange in _exchanges(state):
       # Before any link takes its state for one of these parameters.
       check_layout(exchange, like, compressor, workers)
-    updates, after = masked.update(updates, state, params, **extra)
-    if params is None:
-      updates = optax.tree.cast_like(updates, like)
-    updates = jax.tree.map(
-      lambda u, x: u if _tree.is_exchanged(x) else jnp.zeros_like(x),
-      updates,
-      like,
-    )
-    for exchange in _exchanges(after):
-      # By where, not by a product: a decay that is not finite would stay.
-      someone = exchange.metrics['num_excluded'] < workers.count
-      updates = _settle(updates, exchange, someone)
-      after = _keep(state, after, someone)
-    return updates, after
+    with platform.running_on(platform.of(workers.mesh)):
+      updates, after = masked.update(updates, state, params, **extra)
+      if params is None:
+        updates = optax.tree.cast_like(updates, like)
+      updates = jax.tree.map(
+        lambda u, x: u if _tree.is_exchanged(x) else jnp.zeros_like(x),
+        updates,
+        like,
+      )
+      leaves, treedef = jax.tree.flatten(updates)
+      updates = treedef.unflatten(plain.joined(leaves))
+      for exchange in _exchanges(after):
+        # By where, not by a product: a decay that is not finite would stay.
+        someone = exchange.metrics['num_excluded'] < workers.count
+        updates = _settle(updates, exchange, someone)
+        after = _keep(state, after, someone)
+      return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 

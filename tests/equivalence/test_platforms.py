@@ -38,6 +38,8 @@ def accelerator(request):
     ('groups', 'vmap'),
     ('groups', 'checked'),
     ('owners', 'auto'),
+    ('demo', 'auto'),
+    ('demo_muon', 'auto'),
   ],
 )
 def test_maps_have_the_bits_of_the_simulation(name, how):
