@@ -253,14 +253,18 @@ def test_what_was_compiled_is_as_recorded():
   rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, groups, exchange, inside, train = re.fullmatch(
-      r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_train)?',
+    recipe, groups, exchange, inside, late, train = re.fullmatch(
+      r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_delayed)?'
+      r'(_train)?',
       run['program'],
     ).groups()
     select = ' with `GroupMax(32)`' if groups else ''
+    step = f'`{recipe}`{select}, {exchange}'
+    step += ', delayed' if late else ''
+    step += ', with the model' if train else ''
     cells = [
       f'{run["target"]}, {run["workers"]} x {inside or 1}',
-      f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}',
+      step,
       f'{run["planned"]:,}',
       f'{run.get("launches", run["operations"]):,}',
       f'{run["temporaries"]:.1f}x',
