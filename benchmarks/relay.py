@@ -297,7 +297,8 @@ class Messages:
     self.links: list[Any] = [
       link.Link(link_of(self.address), rank, None) for rank in range(workers)
     ]
-    self._each(lambda x: x.hello(b'{}', frames.digest(b'state')))
+    self.text = frames.described(workers, {})
+    self._each(lambda x: x.hello(self.text, frames.digest(b'state')))
 
   def _each(self, fun: Callable[[Any], Any]) -> None:
     threads = [threading.Thread(target=fun, args=(x,)) for x in self.links]
@@ -313,7 +314,7 @@ class Messages:
     def take_part(own: Any) -> None:
       for _ in range(rounds):
         began = time.perf_counter()
-        own.exchange(body)
+        own.gather(body)
         found.append(time.perf_counter() - began)
 
     self._each(take_part)
@@ -451,14 +452,14 @@ def follow(args: argparse.Namespace) -> None:
     wire = Slow(job.address, 1e6, 0.0)
     follower = link.Link(wire.address, None, None)
     job.links.append(follower)
-    follower.hello(b'{}', b'')
+    follower.hello(job.text, b'')
     source = job.links[0].position
     follower.position = source  # as if it had taken the state
     job.links.remove(follower)
     before = wire.passed
     job.seconds(plan.payload_bytes + frames.CHAIN, args.rounds)
     while follower.position.round < job.links[0].position.round:
-      follower.exchange(b'')
+      follower.gather(b'')
     assert follower.position.chain == job.links[0].position.chain
     received = (wire.passed - before) / args.rounds
     follower.close()
@@ -647,7 +648,7 @@ def delayed(args: argparse.Namespace) -> None:
           'mbit': mbit,
           'ms': 1000 * delay,
           'compute': round(least, 3),
-          'exchange': name,
+          'gather': name,
           'seconds': round(statistics.median(found), 3),
           'ratio': round(statistics.median(ratios), 3),
           'rounds': [round(x, 3) for x in found],

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the values in their messages.
+"""Checks arguments, and shows values in messages.
 
 A message has the form `<argument> must be <condition>, got <value>. <Remedy>.`
 """
@@ -80,6 +80,7 @@ def check_range(
 ) -> None:
   """Raises unless a number, if known, is in an interval such as `'[0, 1)'`."""
   dtype = getattr(value, 'dtype', None)
+  # A decay such as 0.999 would become 1.
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(
       f'{name} must be precise near 1, got {dtype}. optax.inject_hyperparams'
@@ -87,6 +88,7 @@ def check_range(
       ' hyperparam_dtype=jnp.float32.'
     )
   check_is_scalar(name, value)
+  # A traced number is unknown; steps exclude workers if it makes no sense.
   if isinstance(value, jax.core.Tracer):
     return
   if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
@@ -94,6 +96,7 @@ def check_range(
       f'{name} must be a number, got {short(value)}. Give a float, or for a'
       ' schedule use optax.inject_hyperparams.'
     )
+  # An interval such as `[0, 1)`.
   low, high = map(float, interval[1:-1].split(', '))
   number = float(value)
   is_closed_below, is_closed_above = interval[0] == '[', interval[-1] == ']'

@@ -1,4 +1,4 @@
-"""Paths of leaves: their keys, their names, and the roles that they encode."""
+"""Leaves' paths: their keys, names, and the roles that they encode."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,13 +12,14 @@ Keys = tuple[Any, ...]
 def path_keys(path: Path) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
   keys = tuple(map(_plain_key, path))
-  if keys[-1:] == ('value',) and hasattr(path[-1], 'name'):
+  is_attribute = path and hasattr(path[-1], 'name')
+  if is_attribute and keys[-1] == 'value':
     return keys[:-1]
   return keys
 
 
 def _plain_key(entry: object) -> Hashable:
-  """Returns the attribute, key or index of an entry of a path."""
+  """Returns an entry's attribute, key or index."""
   for field in ('name', 'key', 'idx'):
     if hasattr(entry, field):
       return getattr(entry, field)
@@ -29,9 +30,9 @@ def leaves_of(
   tree: object,
   is_leaf: Callable[[object], bool] | None = None,
 ) -> list[tuple[Keys, Any]]:
-  """Returns the leaves of a tree, with the plain keys of their paths."""
+  """Returns a tree's leaves, with their paths' plain keys."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-  return [(path_keys(path), x) for path, x in flat]
+  return [(path_keys(path), leaf) for path, leaf in flat]
 
 
 def dotted(keys: Keys) -> str:
@@ -55,4 +56,6 @@ def is_stacked(keys: Keys) -> bool:
 def is_bucket(keys: Keys) -> bool:
   """Returns whether a leaf is a bucket of an exchange, by its path."""
   fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
-  return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
+  if keys[-3:-1] not in fields:
+    return False
+  return str(keys[-1]).startswith('bucket_')

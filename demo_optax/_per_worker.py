@@ -1,4 +1,4 @@
-"""Transformations of each worker's own gradient."""
+"""Transformations before the exchange, for each worker's own gradient."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ from demo_optax.workers import Workers, checks, inside, lift
 
 
 class PerWorkerState(NamedTuple):
-  """State of `per_worker`: that of each worker, stacked `[workers, ...]`."""
+  """Each worker's state, stacked `[workers, ...]`."""
 
   worker_stacked: chex.ArrayTree
 
@@ -29,18 +29,32 @@ def per_worker(
   """Applies a transformation to each worker's gradient, before the exchange.
 
   In a `data_parallel` step, links with a state need it, such as `optax.trace`
-  or an EMA of gradients: each worker then keeps its state. A stateless link,
-  such as a clip by norm, works without. With stacked gradients, any link that
-  looks across elements needs it: `optax.clip_by_global_norm` would take one
-  norm over all workers. Integer and empty leaves pass through.
+  or an EMA of gradients: each worker then keeps its state. With stacked
+  gradients, any link that looks across elements needs it:
+  `optax.clip_by_global_norm` would take one norm over all workers.
+
+  Example:
+    >>> import demo_optax, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = optax.chain(
+    ...     demo_optax.per_worker(
+    ...         optax.clip_by_global_norm(1.0), workers=workers),
+    ...     demo_optax.demo(1e-3, workers=workers))
 
   Random keys in the state differ between workers (`optax.add_noise`): each
-  worker folds its number into them.
+  worker folds its number into them. If the result or the new state would not be
+  finite, the worker keeps its state and its gradients become NaN. The exchange
+  then excludes it from this step alone.
 
-  If the result or the new state would not be finite, the worker keeps its state
-  and its gradients become NaN. The exchange then excludes it from this step
-  alone. Gradients are one worker's in a `data_parallel` step and with
-  `Workers.on_axis`, else stacked, `[workers, ...]`.
+  Args:
+    tx: the transformation. Integer and empty leaves pass through.
+    workers: those of the exchange. Gradients are one worker's in a
+      `data_parallel` step and with `Workers.on_axis`, else stacked,
+      `[workers, ...]`.
+
+  Raises:
+    ValueError: gradients that are not one for each worker; a state for other
+      parameters.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   return of_each(_keeping_finite(tx), workers)
@@ -53,20 +67,33 @@ def _keeping_finite(
   tx = optax.with_extra_args_support(tx)
 
   def update_fn(
-    updates: Any, state: Any, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, Any]:
-    updates, new = tx.update(updates, state, params, **extra_args)
+    updates: chex.ArrayTree,
+    state: chex.ArrayTree,
+    params: chex.ArrayTree | None = None,
+    **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    updates, new_state = tx.update(
+      updates,
+      state,
+      params,
+      **extra_args,
+    )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
-      return updates, new
-    good = stays_finite(updates, new, state)
-    updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates)
-    return updates, optax.tree.where(good, new, state)
+      return updates, new_state
+    is_good = stays_finite(updates, new_state, state)
+
+    def keep(update: jax.Array) -> jax.Array:
+      return jnp.where(is_good, update, jnp.nan)
+
+    updates = jax.tree.map(keep, updates)
+    return updates, optax.tree.where(is_good, new_state, state)
 
   return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def of_each(
-  tx: optax.GradientTransformation, workers: Workers
+  tx: optax.GradientTransformation,
+  workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Applies a transformation that keeps its state finite, as `per_worker`."""
   tx = optax.with_extra_args_support(tx)
@@ -83,7 +110,11 @@ def of_each(
     """Updates one worker's gradients."""
     params, extra_args = shared
     return _tree.update_without_variables(
-      tx.update, gradients, state, params, **extra_args
+      tx.update,
+      gradients,
+      state,
+      params,
+      **extra_args,
     )
 
   def update_fn(
@@ -93,38 +124,49 @@ def of_each(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     params, like = checks.params_and_like(updates, params, workers)
-    in_step, own = inside.is_in_step(), state.worker_stacked
+    in_step, own_state = inside.is_in_step(), state.worker_stacked
     if in_step:
       updates = inside.check_own_gradients(updates)
     else:
       pairs = zip(*_tree.flatten_alike(updates, params))
       for (path, gradient), param in pairs:
         checks.check_gradient(leaf_name(path), gradient, param, workers)
-    made = jax.eval_shape(tx.init, _tree.mask_others(like))
-    _tree.check_state(own, made, int(not in_step), workers)
-    given = _tree.mask_others(updates)
+    # Before a state of other parameters is taken for one of these.
+    expected = jax.eval_shape(tx.init, _tree.mask_others(like))
+    _tree.check_state(own_state, expected, int(not in_step), workers)
+    gradients = _tree.mask_others(updates)
     shared = _tree.mask_others(params), extra_args
     if in_step:
-      new, own = update_one(given, own, shared)
+      changed, own_state = update_one(gradients, own_state, shared)
     else:
-      new, own = lift.run_alone(workers, update_one, given, own, shared)
+      changed, own_state = lift.run_alone(
+        workers, update_one, gradients, own_state, shared
+      )
 
-    def unmask(old: jax.Array, x: jax.Array | optax.MaskedNode) -> jax.Array:
-      return old if isinstance(x, optax.MaskedNode) else x
+    def unmask(
+      given: jax.Array,
+      update: jax.Array | optax.MaskedNode,
+    ) -> jax.Array:
+      return given if isinstance(update, optax.MaskedNode) else update
 
-    return jax.tree.map(unmask, updates, new), PerWorkerState(own)
+    changed = jax.tree.map(unmask, updates, changed)
+    return changed, PerWorkerState(own_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
+def stack_own(
+  tree: chex.ArrayTree,
+  workers: Workers,
+) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
   fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 
-  def stack(x: chex.Numeric) -> jax.Array:
-    x = jnp.asarray(x)
-    stacked = lift.stack(workers, x)
-    if prng.is_key_array(x):
+  def stack(leaf: chex.Numeric) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    # [workers, ...]
+    stacked = lift.stack(workers, leaf)
+    if prng.is_key_array(leaf):
       return fold(stacked, lift.numbers(workers))
     return stacked
 
@@ -144,16 +186,16 @@ def stays_finite(
 
   def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
     leaves = jax.tree.leaves(tree)
-    return [jnp.asarray(x) for x in leaves if _tree.is_inexact(x)]
+    return [jnp.asarray(leaf) for leaf in leaves if _tree.is_inexact(leaf)]
 
   finite = [*map(jnp.isfinite, inexact(updates))]
-  for x, before in zip(inexact(new), inexact(old)):
-    finite.append(jnp.isfinite(x) | ~jnp.isfinite(before))
+  for leaf, before in zip(inexact(new), inexact(old)):
+    finite.append(jnp.isfinite(leaf) | ~jnp.isfinite(before))
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
-  for x in finite:
-    row = x.all(tuple(range(1, x.ndim)))
+  for leaf in finite:
+    row = leaf.all(tuple(range(1, leaf.ndim)))
     rows[jax.typeof(row)].append(row)
   result = jnp.bool(True)
   for alike in rows.values():

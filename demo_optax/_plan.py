@@ -1,4 +1,4 @@
-"""Predicts the bytes of an exchange from shapes."""
+"""Predicts an exchange's bytes from shapes."""
 
 import collections
 import dataclasses
@@ -11,7 +11,11 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.exchange.algorithm import ExchangeKind, make_config
+from demo_optax.exchange.algorithm import (
+  ExchangeConfig,
+  ExchangeKind,
+  make_config,
+)
 from demo_optax.transformation import resolve_exchange
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
@@ -24,11 +28,11 @@ class LeafBytes:
 
   Attributes:
     leaf: its chunks and sharding.
-    unsharded: the same leaf in a worker with one device.
+    as_unsharded: whether its chunks are those of a worker with one device.
   """
 
   leaf: Leaf
-  unsharded: Leaf
+  as_unsharded: bool
 
   @property
   def name(self) -> str:
@@ -59,16 +63,6 @@ class LeafBytes:
     if chunks is None or chunks.format.index_code is None:
       return 0.0
     return chunks.format.index_code.bits / chunks.format.k
-
-  @property
-  def is_large(self) -> bool:
-    """Whether more than a tenth of its float32 elements is sent."""
-    return self.sent_bytes > 0.4 * math.prod(self.leaf.shape)
-
-  @property
-  def as_unsharded(self) -> bool:
-    """Whether its chunks are those of an unsharded worker."""
-    return self.leaf.record == self.unsharded.record
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,7 +101,7 @@ class Plan:
   update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns the bytes of a ring all-reduce of the gradient, each way."""
+    """Returns a ring all-reduce's bytes for the gradient, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
@@ -120,6 +114,7 @@ class Plan:
     """
     if not self.leaves:
       return 0
+    # What an all-reduce with very many workers receives beyond our sums.
     saved = 2 * (self.size * itemsize - self.summed_bytes)
     if self.update_bytes or not self.payload_bytes:
       always = self.payload_bytes + self.update_bytes < saved
@@ -132,7 +127,8 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns the table of leaves; equal ones share a row."""
+    """Returns the leaves as a table; equal ones share a row."""
+    # Names of the leaves that have one row.
     names = collections.defaultdict(list)
     for leaf in self.leaves:
       names[_row(leaf)].append(leaf.name)
@@ -143,6 +139,7 @@ class Plan:
       rows.append([name, *cells, sent, blocks])
     if all(row[-1] == '-' for row in rows[1:]):  # no leaf is sharded
       rows = [row[:-1] for row in rows]
+    # Of each column; the first one is aligned to the left.
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for name, *cells in rows:
@@ -150,11 +147,6 @@ class Plan:
       for cell, width in zip(cells, widths[1:]):
         line += '  ' + cell.rjust(width)
       lines.append(line.rstrip())
-    if any(leaf.is_large for leaf in self.leaves):
-      lines.append(
-        '! sends more than a tenth of the leaf. If that is much of the total,'
-        " give it a smaller topk, or values='sign'."
-      )
     if not all(leaf.as_unsharded for leaf in self.leaves):
       lines.append(
         '* cut into other chunks than on one device: results depend on how it'
@@ -241,52 +233,46 @@ def plan(
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
     weighted: whether `update` is given weights: 4 bytes of a message.
+
+  Raises:
+    ValueError: arguments that `scale_by_demo` refuses.
   """
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
     workers = Workers.simulated(workers)
   specs, count = workers.param_specs, workers.count
+  # Leaves in one order: how they are sharded decides about chunks alone.
   layout = make_layout(params, compressor, specs)
   unsharded = make_layout(params, compressor, REPLICATED)
-  leaves = []
+  leaves, size = [], 0
   for leaf, alone in zip(layout.leaves, unsharded.leaves):
     if not leaf.is_frozen:
-      leaves.append(LeafBytes(leaf, alone))
-
-  exchange, values = resolve_exchange(exchange, update_values, workers)
-  config = make_config(
-    layout, 'senders', exchange, count, values, weighted=weighted
+      leaves.append(LeafBytes(leaf, leaf.record == alone.record))
+      size += math.prod(leaf.shape)
+  exchange, values = resolve_exchange(
+    exchange,
+    update_values,
+    workers,
   )
-  owners = config.update_packer
-  payload = summed = updates = 0
-  for name, (shape, dtype) in config.packer.shapes.items():
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if name == config.packer.name:
-      payload += num_bytes
-    else:
-      summed += num_bytes
-  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
-  if weighted and averaged:
-    averaged.append(4)  # weights are added up beside them
-  for num_bytes in averaged:
-    if num_bytes > ORDERED_BYTES:
-      summed += num_bytes
-    elif owners is None:
-      payload += num_bytes
-    else:
-      updates += num_bytes * count
-  if owners is not None:
-    updates += owners.num_bytes * count
+  config = make_config(
+    layout,
+    'senders',
+    exchange,
+    count,
+    values,
+    weighted=weighted,
+  )
+  # By one device; its worker moves as much by each of its devices.
+  payload, summed, updates = _sent_by_device(config, count, weighted)
   if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
-
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload
   if updates:  # to owners, and from them: equally many each way
     sent = received = (payload + updates) // count * (count - 1)
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
     leaves=tuple(leaves),
-    size=sum(math.prod(found.leaf.shape) for found in leaves),
+    size=size,
     num_workers=count,
     num_devices=specs.devices,
     sent_bytes=(sent + sums) * specs.devices,
@@ -298,6 +284,36 @@ def plan(
   )
 
 
+def _sent_by_device(
+  config: ExchangeConfig,
+  count: int,
+  weighted: bool,
+) -> tuple[int, int, int]:
+  """Returns bytes in a device's message, summands, and all owners' updates."""
+  packer, owners, layout = config.packer, config.update_packer, config.layout
+  message = summed = updates = 0
+  for name, (shape, dtype) in packer.shapes.items():
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if name == packer.name:
+      message += num_bytes
+    else:
+      summed += num_bytes
+  if owners is not None:
+    updates += owners.num_bytes * count
+  # What `average_gradients` gathers or adds up, uncompressed.
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
+  if weighted and averaged:
+    averaged.append(4)  # weights are added up beside them
+  for num_bytes in averaged:
+    if num_bytes > ORDERED_BYTES:
+      summed += num_bytes
+    elif owners is None:
+      message += num_bytes
+    else:
+      updates += num_bytes * count
+  return message, summed, updates
+
+
 _HEADER = [
   *('leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values'),
   *('sent', 'blocks'),
@@ -305,39 +321,29 @@ _HEADER = [
 
 
 def _row(costs: LeafBytes) -> tuple[str, ...]:
-  """Returns the row of a leaf in the table, without its name."""
+  """Returns a leaf's row in the table, without its name."""
   leaf = costs.leaf
+  # As for a leaf that is averaged.
   of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
-    chunk_format, values = leaf.chunks.format, leaf.chunks.format.values
+    sent_as = leaf.chunks.format
+    values = sent_as.values
     if not leaf.grid.whole:
       of = _times(leaf.grid.lengths[-2:])
-    if chunk_format.k < chunk_format.n:
-      topk = f'{chunk_format.k}'
-    if not chunk_format.shared:
+    if sent_as.k < sent_as.n:
+      topk = f'{sent_as.k}'
+    if not sent_as.shared:
       indices = '-'
-    if code := chunk_format.index_code:
-      indices = 'group' if chunk_format.grouped else code.name
+    if code := sent_as.index_code:
+      indices = 'group' if sent_as.grouped else code.name
       bits = f'{costs.index_bits:.2f}'
   sent, blocks = _num_bytes(costs.sent_bytes), '-'
-  if costs.is_large:
-    sent += '!'
   if math.prod(costs.blocks) > 1:
     blocks = _times(costs.blocks)
   if not costs.as_unsharded:
     blocks += '*'
-  shape = _times(leaf.shape) or 'scalar'
-  return (
-    shape,
-    f'{costs.num_chunks}',
-    of,
-    topk,
-    indices,
-    bits,
-    values,
-    sent,
-    blocks,
-  )
+  shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
+  return shape, chunks, of, topk, indices, bits, values, sent, blocks
 
 
 def _shard_bytes(leaf: Leaf) -> int:
@@ -349,7 +355,7 @@ def _shard_bytes(leaf: Leaf) -> int:
 
 
 def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
-  """Returns the bytes per device of joining updates inside a worker."""
+  """Returns the bytes per device that join updates inside a worker."""
   received: dict[tuple[str, ...], int] = collections.defaultdict(int)
   for bucket in layout.buckets:
     # Along one axis after the other, the innermost first.
@@ -364,6 +370,7 @@ def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
 
 def _num_bytes(count: float) -> str:
   """Returns bytes in decimal units: 1.2 MB is 1,200,000 bytes."""
+  # The largest unit that leaves a number above one.
   for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
     if count >= unit:
       return f'{count / unit:.2f} {name}'

@@ -1,4 +1,4 @@
-"""Leaves of gradients, parameters and state, and Flax's wrappers of them.
+"""Leaves of gradients, parameters and states, in Flax's wrappers or not.
 
 NNX keeps parameters in `nnx.Variable`s, Linen in `nn.Partitioned` boxes. Both
 are tree nodes with sharding annotations. This module does not import Flax.
@@ -68,10 +68,14 @@ def mask_others(tree: chex.ArrayTree) -> Any:
   return jax.tree.map(mask, tree)
 
 
-def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
-  """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
+def map_wide(
+  fun: Callable[..., jax.Array],
+  tree: chex.ArrayTree,
+) -> Any:
+  """Applies `fun(leaf, momentum's dtype)` to the leaves that are exchanged."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
+    lambda path, x: fun(x, momentum_dtype(path, x)),
+    mask_others(tree),
   )
 
 
@@ -80,21 +84,25 @@ def zero_update(
   param: jax.Array | None,
   lead: int,
 ) -> jax.Array:
-  """Returns the update of a leaf that is not exchanged.
+  """Returns the update for a leaf that is not exchanged.
 
-  `lead` axes of the gradient are the workers'. Gradients of integers may be
+  The gradient has `lead` axes for workers. Those of integers may be
   NumPy's `float0`.
   """
+  # That of the parameter, if gradients have none.
   dtype = gradient.dtype
   if dtype == jax.dtypes.float0 and param is not None:
     dtype = param.dtype
   return jnp.zeros(np.shape(gradient)[lead:], dtype)
 
 
-def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
+def params_of(
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree,
+) -> Any:
   """Returns the parameters that have gradients, and None for the others.
 
-  Equinox gives None as the gradient of a function or an integer in a model.
+  Equinox gives None as gradient for functions and integers in a model.
   """
   # Annotations of variables may differ.
   types = _wrappers()
@@ -108,6 +116,7 @@ def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
   try:
     return jax.tree.map(param_of, gradients, params, is_leaf=is_leaf)
   except ValueError as error:
+    # Names that only one of them has.
     in_one = {*dict(leaves_of(params))} ^ {*dict(leaves_of(gradients))}
     names = sorted(map(dotted, in_one))[:3] or ['containers']
     raise ValueError(
@@ -132,9 +141,10 @@ def flatten_alike(
 
 
 def _wrappers() -> tuple[Any, Any]:
-  """Returns the types of Flax's variables and boxes, () if not imported."""
+  """Returns Flax's types for variables and boxes, () if not imported."""
   nnx, linen = sys.modules.get('flax.nnx'), sys.modules.get('flax.linen')
-  return getattr(nnx, 'Variable', ()), getattr(linen, 'Partitioned', ())
+  variables = getattr(nnx, 'Variable', ())
+  return variables, getattr(linen, 'Partitioned', ())
 
 
 def without_variables(tree: chex.ArrayTree) -> Any:
@@ -144,12 +154,12 @@ def without_variables(tree: chex.ArrayTree) -> Any:
   def is_wrapper(x: object) -> bool:
     return isinstance(x, (variables, boxes))
 
-  def value(x: Any) -> Any:
+  def value_of(x: Any) -> Any:
     if isinstance(x, boxes):
       return x.value
     return x.get_value() if is_wrapper(x) else x
 
-  return jax.tree.map(value, tree, is_leaf=is_wrapper)
+  return jax.tree.map(value_of, tree, is_leaf=is_wrapper)
 
 
 def update_without_variables(
@@ -164,12 +174,14 @@ def update_without_variables(
   Boxes of parameters differ from those of stacked arrays, so trees would not
   match.
   """
+  # Values alone; results are wrapped as what was given.
   trees = map(without_variables, (updates, state, params))
-  new, after = update(*trees, **extra_args)
-  return (
-    jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
-    jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
-  )
+  results = update(*trees, **extra_args)
+  wrapped = []
+  for given, result in zip((updates, state), results):
+    treedef = jax.tree.structure(given)
+    wrapped.append(treedef.unflatten(jax.tree.leaves(result)))
+  return wrapped[0], wrapped[1]
 
 
 # States -----------------------------------------------------------------------
@@ -177,35 +189,36 @@ def update_without_variables(
 
 def check_state(
   state: chex.ArrayTree,
-  made: chex.ArrayTree,
+  expected: chex.ArrayTree,
   lead: int,
   workers: object,
 ) -> None:
-  """Raises unless a state has the leaves of one made now, in their shapes.
+  """Raises unless a state has the expected leaves, in their shapes.
 
-  `lead` axes of its leaves are the workers'.
+  Its leaves have `lead` axes for workers.
   """
-  old, new = _shapes(state, lead), _shapes(made, 0)
+  former, current = _shapes(state, lead), _shapes(expected, 0)
   differences = []
-  for name in {**new, **old}:
-    pair = old.get(name, 'nothing'), new.get(name, 'nothing')
-    if pair[0] != pair[1]:
-      differences.append((name, *pair))
+  for name in {**current, **former}:
+    shapes = former.get(name, 'nothing'), current.get(name, 'nothing')
+    if shapes[0] != shapes[1]:
+      differences.append((name, *shapes))
   refuse_state(differences, workers)
 
 
 def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
-  """Describes the leaves of a state by name."""
+  """Describes a state's leaves by name."""
 
   def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
-  found = {}
-  for keys, x in leaves_of(without_variables(state), is_masked):
-    found[dotted(keys)] = 'no array'
-    if not is_masked(x):
-      found[dotted(keys)] = str(list(np.shape(x)[lead:]))
-  return found
+  shapes = {}
+  for keys, leaf in leaves_of(without_variables(state), is_masked):
+    name = dotted(keys)
+    shapes[name] = 'no array'
+    if not is_masked(leaf):
+      shapes[name] = str(list(np.shape(leaf)[lead:]))
+  return shapes
 
 
 def refuse_state(
@@ -215,10 +228,9 @@ def refuse_state(
   """Raises if a state differs from what update is given: name, old, new."""
   if not differences:
     return
-  lines = [
-    f'{name}: {old} in the state, {new} in the update.'
-    for name, old, new in differences[:3]
-  ]
+  lines = []
+  for name, former, current in differences[:3]:
+    lines.append(f'{name}: {former} in the state, {current} in the update.')
   if more := differences[3:]:
     lines.append(f'... and {len(more)} more leaves.')
   raise ValueError(

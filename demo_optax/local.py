@@ -17,7 +17,6 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaf_name
 from demo_optax._per_worker import stack_own, stays_finite
 from demo_optax.compressors import Compressor, chunking
-from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.numerics import platform
 from demo_optax.numerics.topk import Average
 from demo_optax.transformation import DeMoState, scale_by_demo
@@ -36,7 +35,7 @@ Period = int | Callable[[chex.Numeric], chex.Numeric]
 
 
 class OwnState(NamedTuple):
-  """State of each worker, stacked `[workers, ...]`."""
+  """Each worker's state, stacked `[workers, ...]`."""
 
   params: chex.ArrayTree  # replace the model's in a step
   inner: chex.ArrayTree  # state of the inner optimizer
@@ -68,6 +67,18 @@ def local_updates(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Lets workers train alone and exchange every `sync_period` steps.
 
+  Other steps communicate only their results, such as a mean loss.
+  `diloco`, `demo_diloco` and `sparse_loco` are published methods.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> outer = optax.chain(
+    ...     demo_optax.scale_by_demo(workers=workers), optax.sgd(0.7))
+    >>> tx = demo_optax.local.local_updates(
+    ...     optax.adam(1e-3), outer, 10, workers=workers)
+    >>> state = tx.init({'w': jnp.zeros((8, 8))})
+
   With the global parameters :math:`s`, for worker :math:`i` with parameters
   :math:`x_i`, which are :math:`s` after each exchange:
 
@@ -79,29 +90,25 @@ def local_updates(
     x_i &\leftarrow s
 
   Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
-  state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
-  between steps reach all workers. A change inside a step, other than by
-  `update`, is lost.
-
-  :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
-  exchange. Other steps communicate only their results, such as the mean of a
-  loss. A worker skips a step, and keeps its inner state, if its gradient,
-  parameters or inner state would not be finite.
+  state keeps; outside :math:`s`, for evaluation and checkpoints. A worker skips
+  a step that would not be finite.
 
   Args:
     inner: each worker's optimizer.
     outer: a chain as for gradients: an exchange, which averages the workers'
-      pseudo-gradients :math:`G_i`, and a base optimizer, such as
-      `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
+      pseudo-gradients :math:`G_i`, and a base optimizer. Extra arguments of
       `update` go to both.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
       were made since the last exchange.
     workers: those of the step; not `Workers.on_axis`.
     drift: whether `outer` makes a different update for every worker, which
-      keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
-      evaluation, and each exchange includes a dense all-reduce of the
-      parameters.
+      keeps parameters :math:`s_i`. Then :math:`s` is their mean, which is
+      communicated with each exchange.
+
+  Raises:
+    TypeError: `Workers.on_axis`.
+    ValueError: `outer` makes other updates for every worker, without `drift`.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
@@ -115,9 +122,14 @@ def local_updates(
   outer = optax.with_extra_args_support(outer)
 
   def init_one(params: chex.ArrayTree) -> OwnState:
-    """Returns the state of one worker."""
+    """Returns one worker's state."""
     start = _tree.map_wide(jnp.array, params) if drift else ()
-    return OwnState(params, inner.init(params), jnp.zeros((), jnp.int32), start)
+    return OwnState(
+      params=params,
+      inner=inner.init(params),
+      skipped=jnp.zeros((), jnp.int32),
+      start=start,
+    )
 
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
     params = workers.device_put(_tree.mask_others(params))
@@ -138,67 +150,97 @@ def local_updates(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
+    # Parameters without a gradient are None, as in Equinox.
     params, _ = checks.params_and_like(updates, params, workers)
     _check_shapes(updates, params)
     updates = inside.check_own_gradients(updates)
-    own = state.worker_stacked
-    made = jax.eval_shape(init_one, _tree.mask_others(params))
-    _tree.check_state(own, made, 0, workers)
-    own = _inner_step(inner, _tree.mask_others(updates), own, extra_args)
+    worker = state.worker_stacked
+    expected = jax.eval_shape(init_one, _tree.mask_others(params))
+    _tree.check_state(worker, expected, 0, workers)
+    worker = _inner_step(
+      inner,
+      _tree.mask_others(updates),
+      worker,
+      extra_args,
+    )
     steps = state.steps_since_sync + 1
     period = sync_period
     if callable(period):
       period = period(state.count)
-    due = jnp.logical_not(steps < period)  # also for a period of NaN
-
-    def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
-      start = own.start if drift else state.global_params
-      moved = jax.tree.map(_moved, start, own.params)
-      change, outer_state = outer.update(
-        moved, state.outer, state.global_params, **extra_args
-      )
-      start = jax.tree.map(_add, start, change)
-      if drift:
-        shared = inside.over_workers(start)
-      else:
-        shared = inside.equal(
-          start,
-          'The outer optimizer makes another update of {} for every worker: is'
-          ' there an exchange in it, such as scale_by_demo? One that'
-          ' is meant to do so needs local_updates(..., drift=True).',
-        )
-      new = own._replace(
-        params=optax.tree.cast_like(start, own.params),
-        start=start if drift else (),
-      )
-      return new, shared, optax.tree.cast_like(outer_state, state.outer)
-
-    own, global_params, outer_state = jax.lax.cond(
-      due, exchange, lambda: (own, state.global_params, state.outer)
+    is_due = jnp.logical_not(steps < period)  # also for a period of NaN
+    worker, global_params, outer_state = jax.lax.cond(
+      is_due,
+      functools.partial(_outer_step, outer, drift=drift, extra=extra_args),
+      lambda worker, state: (worker, state.global_params, state.outer),
+      worker,
+      state,
     )
-    return jax.tree.map(_change, params, own.params), LocalUpdatesState(
+    updates = jax.tree.map(_change, params, worker.params)
+    return updates, LocalUpdatesState(
       count=optax.safe_increment(state.count),
-      steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
+      steps_since_sync=jnp.where(is_due, 0, steps).astype(jnp.int32),
       global_params=global_params,
       outer=outer_state,
-      worker_stacked=own,
+      worker_stacked=worker,
     )
 
   return optax.GradientTransformationExtraArgs(
-    init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn,
+    functools.partial(_tree.update_without_variables, update),
   )
+
+
+def _outer_step(
+  outer: optax.GradientTransformationExtraArgs,
+  worker: OwnState,
+  state: LocalUpdatesState,
+  *,
+  drift: bool,
+  extra: dict[str, Any],
+) -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
+  """Exchanges how far workers moved; returns the states after it.
+
+  They are the worker's, the global parameters, and the outer optimizer's state.
+  """
+  start = worker.start if drift else state.global_params
+  # Pseudo-gradients: they point to where a worker came from.
+  moved = jax.tree.map(_moved, start, worker.params)
+  change, outer_state = outer.update(
+    moved,
+    state.outer,
+    state.global_params,
+    **extra,
+  )
+  start = jax.tree.map(_add, start, change)
+  params = optax.tree.cast_like(start, worker.params)
+  outer_state = optax.tree.cast_like(outer_state, state.outer)
+  if drift:
+    worker = worker._replace(params=params, start=start)
+    return worker, inside.over_workers(start), outer_state
+  # All workers start from the same bits.
+  global_params = inside.equal(
+    start,
+    'The outer optimizer makes another update of {} for every worker: is'
+    ' there an exchange in it, such as scale_by_demo? One that'
+    ' is meant to do so needs local_updates(..., drift=True).',
+  )
+  return worker._replace(params=params), global_params, outer_state
 
 
 def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
   """Returns how far a worker moved from the start, in the parameter's dtype."""
-  return start.astype(x.dtype).astype(start.dtype) - x.astype(start.dtype)
+  rounded = start.astype(x.dtype).astype(start.dtype)
+  return rounded - x.astype(start.dtype)
 
 
 def _add(start: jax.Array, update: jax.Array) -> jax.Array:
   return (start.astype(update.dtype) + update).astype(start.dtype)
 
 
-def _change(x: jax.Array, new: jax.Array | optax.MaskedNode) -> jax.Array:
+def _change(
+  x: jax.Array,
+  new: jax.Array | optax.MaskedNode,
+) -> jax.Array:
   return jnp.zeros_like(x) if isinstance(new, optax.MaskedNode) else new - x
 
 
@@ -209,16 +251,28 @@ def _inner_step(
   extra: dict[str, Any],
 ) -> OwnState:
   """Returns the worker's state after its step, if that is finite."""
-  updates, inner_state = inner.update(gradients, own.inner, own.params, **extra)
+  updates, inner_state = inner.update(
+    gradients,
+    own.inner,
+    own.params,
+    **extra,
+  )
   inner_state = optax.tree.cast_like(inner_state, own.inner)
   params = optax.apply_updates(
-    own.params, optax.tree.cast_like(updates, own.params)
+    own.params,
+    optax.tree.cast_like(updates, own.params),
   )
-  finite = stays_finite((gradients, params), inner_state, own.inner)
+  is_finite = stays_finite(
+    (gradients, params),
+    inner_state,
+    own.inner,
+  )
   params, inner_state = optax.tree.where(
-    finite, (params, inner_state), (own.params, own.inner)
+    is_finite,
+    (params, inner_state),
+    (own.params, own.inner),
   )
-  skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+  skipped = own.skipped + jnp.logical_not(is_finite).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
 
 
@@ -230,11 +284,11 @@ def _check_shapes(
     raise ValueError(
       'params must be given, got None. Call tx.update(grads, state, params).'
     )
-  for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
-    if jnp.shape(gradient) != jnp.shape(x):
+  for (path, gradient), param in zip(*_tree.flatten_alike(gradients, params)):
+    if jnp.shape(gradient) != jnp.shape(param):
       raise ValueError(
         f'The gradient of {leaf_name(path)} must have the shape of its'
-        f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
+        f' parameter, {jnp.shape(param)}, got {jnp.shape(gradient)}. In a'
         ' data_parallel step take one gradient, with jax.value_and_grad or'
         ' nnx.value_and_grad.'
       )
@@ -256,13 +310,18 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DiLoCo: averages pseudo-gradients, with Nesterov as the outer step.
 
+  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
+  `outer`: a dense all-reduce every `sync_period` steps.
+
+  Example:
+    >>> import demo_optax, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.local.diloco(optax.adamw(4e-4), workers=workers)
+
   .. math::
     G &= \mathrm{mean}_i (s - x_i) \\
     m &\leftarrow \mu m + G \\
     s &\leftarrow s - \eta\, (G + \mu m)
-
-  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
-  `outer`: a dense all-reduce every `sync_period` steps.
 
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
@@ -280,23 +339,26 @@ def diloco(
     scale_by_demo(compressors.full(), 0.0, workers=workers),
     optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
-  return local_updates(inner or _ADAMW, outer, sync_period, workers=workers)
+  return local_updates(
+    inner or _ADAMW,
+    outer,
+    sync_period,
+    workers=workers,
+  )
 
 
 def demo_diloco(
   inner: optax.GradientTransformation | None = None,
   *,
   workers: Workers,
-  compressor: Compressor | None = None,
+  compressor: Compressor = compressors.dct_topk(),  # noqa: B008
   sync_period: Period = 128,
   outer_learning_rate: optax.ScalarOrSchedule = 0.7,
   decay: chex.Numeric = 0.95,
   average: Average = 'senders',
   drift: bool = False,
-  exchange: ExchangeKind = 'all_gather',
-  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Makes DeMo inside DiLoCo: sends the fast part of the outer momentum.
+  r"""Makes DeMo inside DiLoCo: sends the outer momentum's fast part.
 
   As `diloco`, with the exchange of `scale_by_demo` for gradients
   :math:`G_i = s - x_i` and its update :math:`u`. By default
@@ -310,47 +372,58 @@ def demo_diloco(
     x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
 
   so that workers slowly drift apart. The model outside the step is the mean of
-  the :math:`s_i`, a dense all-reduce with each exchange. The default reached a
-  lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
+  the :math:`s_i`. The default reached a lower loss wherever both were tried
+  (benchmarks/README.md, "Every H steps").
 
-  Other arguments are those of `diloco` and `scale_by_demo`; the compressor is
-  `dct_topk()` by default, and `decay` is :math:`\beta`.
+  Args:
+    inner: as in `diloco`.
+    workers: as in `local_updates`.
+    compressor: as in `scale_by_demo`.
+    sync_period: as in `local_updates`.
+    outer_learning_rate: :math:`\eta`.
+    decay: :math:`\beta`.
+    average: as in `scale_by_demo`.
+    drift: whether workers drift apart.
 
   References:
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
-  compressor = compressors.dct_topk() if compressor is None else compressor
-  shared = scale_by_demo(
+  # Decoupled momentum of pseudo-gradients.
+  exchange = scale_by_demo(
     compressor,
     decay,
     workers=workers,
     average=average,
-    exchange=exchange,
-    update_values=update_values,
   )
   if drift:
-    shared = _own_nesterov(shared, decay, workers)
-  outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
+    exchange = _own_nesterov(exchange, decay, workers)
+  rate = optax.scale_by_learning_rate(outer_learning_rate)
   return local_updates(
     inner or _ADAMW,
-    outer,
+    optax.chain(exchange, rate),
     sync_period,
     workers=workers,
     drift=drift,
   )
 
 
+# The published compressor has values of two bits.
+_LARGEST = Compressor(
+  compressors.TopK(64),
+  compressors.Identity(),
+  values='int4',
+)
+
+
 def sparse_loco(
   inner: optax.GradientTransformation | None = None,
   *,
   workers: Workers,
-  compressor: Compressor | None = None,
+  compressor: Compressor = _LARGEST,
   sync_period: Period = 30,
   outer_learning_rate: optax.ScalarOrSchedule = 1.0,
   decay: chex.Numeric = 0.95,
-  exchange: ExchangeKind = 'all_gather',
-  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes SparseLoCo: sends the largest raw differences in few bits.
 
@@ -362,10 +435,6 @@ def sparse_loco(
     Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
     <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
   """
-  if compressor is None:
-    compressor = Compressor(
-      compressors.TopK(64), compressors.Identity(), values='int4'
-    )
   return demo_diloco(
     inner,
     workers=workers,
@@ -374,8 +443,6 @@ def sparse_loco(
     outer_learning_rate=outer_learning_rate,
     decay=decay,
     average='workers',
-    exchange=exchange,
-    update_values=update_values,
   )
 
 
@@ -392,14 +459,31 @@ def _own_nesterov(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    shared, state = exchange.update(updates, state, params, **extra_args)
+    # What was sent has left the momentum: it is put back for all.
+    shared, state = exchange.update(
+      updates,
+      state,
+      params,
+      **extra_args,
+    )
     given = inside.check_arguments(workers, updates, state, None, shared)
-    put_back = inside.for_workers(_put_back, workers, own_updates=True)
+    put_back = inside.for_workers(
+      _put_back,
+      workers,
+      own_updates=True,
+    )
     momentum, state = put_back(*given)
-    finite = stays_finite(updates, (), ())
+    is_finite = stays_finite(updates, (), ())
 
-    def nesterov(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
-      gradient = jnp.where(finite, gradient, jnp.zeros_like(gradient))
+    def nesterov(
+      gradient: jax.Array,
+      momentum: jax.Array,
+    ) -> jax.Array:
+      gradient = jnp.where(
+        is_finite,
+        gradient,
+        jnp.zeros_like(gradient),
+      )
       return gradient + decay * momentum
 
     return jax.tree.map(nesterov, updates, momentum), state
@@ -420,41 +504,47 @@ def _put_back(
 
   def one_worker(
     own: dict[str, jax.Array],
-    shared: dict[int, jax.Array],
-  ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
-    leaves: dict[int, jax.Array] = {}
-    new: dict[str, jax.Array] = {}
+    shared: list[jax.Array],
+  ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    # What is not compressed has no momentum; its update is the average.
+    leaves, added = [*shared], {}
     for number, bucket in enumerate(layout.buckets):
       axes, is_transformed = bucket.split_axes, bucket.content == 'chunks'
-      update = layout.fill(number, shared, group.device_index(axes))
+      device = group.device_index(axes)
+      # [rows, n], this device's part of the update
+      update = layout.fill(number, dict(enumerate(shared)), device)
       if is_transformed:
-        update = chunking.transform(update, bucket.sides, bucket.basis)
-      old = own[bucket.name]
-      momentum = old.reshape(bucket.shape) + update
-      new[bucket.name] = momentum.reshape(old.shape)
+        update = chunking.transform(
+          update,
+          bucket.sides,
+          bucket.basis,
+        )
+      former = own[bucket.name]
+      # Both are coefficients.
+      momentum = former.reshape(bucket.shape) + update
+      added[bucket.name] = momentum.reshape(former.shape)
       if axes:  # chunks that devices have shared: from [rows, n] to all of them
         momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
       if is_transformed:
-        momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)
-      leaves |= layout.cut(number, momentum)
-    return leaves, new
+        momentum = chunking.inverse(
+          momentum,
+          bucket.sides,
+          bucket.basis,
+        )
+      for member, leaf in layout.cut(number, momentum).items():
+        leaves[member] = leaf
+    return added, leaves
 
   momentum = state.worker_stacked.momentum
-  is_stacked = workers.stacked_state
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
-  given, in_specs, out_specs = {}, {}, {}
-  for number in layout.compressed:
-    spec = layout.leaves[number].sharding.spec
-    given[number] = flat[number]
-    in_specs[number] = Spec(False, spec)
-    out_specs[number] = Spec(is_stacked, spec)
-  mapped = lift.map_over(
-    workers, one_worker, (buckets, in_specs), (out_specs, buckets)
-  )
+  # The update is equal on all workers, momentum is not.
+  specs = [leaf.sharding.spec for leaf in layout.leaves]
+  in_specs = buckets, [Spec(False, spec) for spec in specs]
+  stacked = workers.stacked_state
+  out_specs = buckets, [Spec(stacked, spec) for spec in specs]
+  mapped = lift.map_over(workers, one_worker, in_specs, out_specs)
   with platform.running_on(platform.of(workers.mesh)):
-    found, momentum = mapped(momentum, given)
-  for number, update in enumerate(flat):
-    # What is not compressed has no momentum; its update is the average.
-    flat[number] = found.get(number, update[None] if is_stacked else update)
-  own = state.worker_stacked._replace(momentum=momentum)
-  return treedef.unflatten(flat), state._replace(worker_stacked=own)
+    momentum, flat = mapped(momentum, flat)
+  stacked_state = state.worker_stacked._replace(momentum=momentum)
+  state = state._replace(worker_stacked=stacked_state)
+  return treedef.unflatten(flat), state

@@ -22,13 +22,13 @@ from demo_optax.workers import Workers
 
 
 class Difference(NamedTuple):
-  """Copies of a leaf that differ from most of its copies.
+  """A leaf's copies that differ from most.
 
   Attributes:
     leaf: the leaf's path.
     devices: ids of the devices that hold them.
-    workers: the workers of these devices, if workers on a mesh were given.
-    processes: the processes of these devices.
+    workers: their workers, if workers on a mesh were given.
+    processes: their processes.
   """
 
   leaf: str
@@ -44,28 +44,43 @@ def check_replicas(
   """Compares all copies of every array in `tree` that is held more than once.
 
   Training does not show a bit flipped in memory, or an update that differs in
-  one process. Every device digests its words and their places, in 64 bits: a
-  single different word of 32 bits always changes the digest. Compared are
-  copies of the same part of an array, such as shards of parameters in different
-  workers. Stacked momentum has copies only if devices of a worker replicate it.
-  Arrays of one process, NumPy's and numbers are compared between processes.
+  one process. Every process must call it, with the same tree, and gets the same
+  answer.
 
-  Of a module give `nnx.state(model)`. Every process must call it, with the same
-  tree, and gets the same answer: for each leaf the copies that differ from the
-  majority, or, of equally many, from the copy on the first device. With
-  `workers` on a mesh, it names the workers.
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> demo_optax.check_replicas({'w': jnp.ones((8, 8))})
+    []
+
+  Every device digests its words and their places, in 64 bits: a single
+  different word of 32 bits always changes the digest. Compared are copies of
+  the same part of an array, such as shards of parameters in different workers.
+  Stacked momentum has copies only if devices of a worker replicate it. Arrays
+  of one process, NumPy's and numbers are compared between processes.
+
+  Args:
+    tree: arrays; of a module give `nnx.state(model)`.
+    workers: those on the mesh, to name them.
+
+  Returns:
+    For each leaf the copies that differ from the majority, or, of equally many,
+    from the copy on the first device.
+
+  Raises:
+    ValueError: processes have other trees.
   """
   worker_of: dict[Any, int] = {}
-  if workers is not None and workers.spmd_axis_name is not None:
+  if workers is not None and workers.kind == 'on_mesh':
     assert workers.mesh is not None
-    axis = workers.mesh.axis_names.index(workers.spmd_axis_name)
+    axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
+  # What is held once needs no digest.
   several = {}
-  for keys, x in leaves_of(tree):
-    if len(_holders(x)) > 1:
-      several[keys] = x
-  found = []
+  for keys, array in leaves_of(tree):
+    if len(_holders(array)) > 1:
+      several[keys] = array
+  differences = []
   for keys, held in copies(several).items():
     devices, numbers, processes = set(), set(), set()
     for copy in differing(held):
@@ -74,10 +89,11 @@ def check_replicas(
         devices.add(copy.device.id)
       if copy.device in worker_of:
         numbers.add(worker_of[copy.device])
+    # All copies are the same otherwise.
     if processes:
-      sets = map(sorted, (devices, numbers, processes))
-      found.append(Difference(dotted(keys), *map(tuple, sets)))
-  return found
+      ids = map(sorted, (devices, numbers, processes))
+      differences.append(Difference(dotted(keys), *map(tuple, ids)))
+  return differences
 
 
 # Copies -----------------------------------------------------------------------
@@ -88,7 +104,7 @@ Name = TypeVar('Name', bound=Hashable)
 
 
 class Copy(NamedTuple):
-  """A copy of a block of an array."""
+  """A copy of an array's block."""
 
   device: Any  # None if it is not known to all processes
   process: int
@@ -97,43 +113,53 @@ class Copy(NamedTuple):
 
 
 def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
-  """Returns the copies of all blocks of arrays, in all processes the same.
+  """Returns the copies of all arrays' blocks, the same in all processes.
 
   Other values are compared by a checksum. Raises in all processes if their
   arrays have other names, shapes or dtypes, rather than leave some waiting in a
   gather.
   """
-  arrays: dict[Name, Any] = {}
+  arrays: dict[Name, Array] = {}
   lines = []
-  for name, x in values.items():
-    if not hasattr(x, 'dtype'):
-      x = _checksum(repr(x))
-    arrays[name] = x
-    lines.append(f'{name} {x.shape} {x.dtype} {is_local(x)}')
-  shape = len(arrays), jax.local_device_count(), 2
-  own = np.zeros(shape, np.uint32)
+  for name, value in values.items():
+    array: Array = value
+    if not hasattr(value, 'dtype'):
+      array = np.asarray(_checksum(repr(value)))
+    arrays[name] = array
+    lines.append(f'{name} {array.shape} {array.dtype} {is_local(array)}')
+  _check_tree(lines)
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
-  for row, digest in zip(own, digests):
-    row[: len(digest)] = jax.device_get(digest)
-  tree = _checksum('\n'.join(lines))
-  trees = np.asarray(multihost_utils.process_allgather(tree))
-  if (trees != trees[0]).any():
-    raise ValueError(
-      'tree must be the same in all processes, got another one than in process'
-      f' 0 in {np.flatnonzero(trees != trees[0]).tolist()}. Make the same calls'
-      ' in all, with the same names, shapes, dtypes and placement.'
-    )
-  every = own  # uint32[processes, arrays, devices, 2]
+  # uint32[arrays, devices, 2]
+  shape = len(arrays), jax.local_device_count(), 2
+  own_digests = np.zeros(shape, np.uint32)
+  for row, of_blocks in zip(own_digests, digests):
+    row[: len(of_blocks)] = jax.device_get(of_blocks)
+  gathered = own_digests
   if arrays:
-    every = multihost_utils.process_allgather(own)
+    # uint32[processes, arrays, devices, 2]
+    gathered = multihost_utils.process_allgather(own_digests)
   held: dict[Name, list[Copy]] = {}
-  for number, (name, x) in enumerate(arrays.items()):
-    in_order = [iter(of_process[number]) for of_process in every]
+  for number, (name, array) in enumerate(arrays.items()):
+    # A process lists its devices' digests by their numbers.
+    in_order = [iter(of_process[number]) for of_process in gathered]
     held[name] = []
-    for device, process, block in _holders(x):
+    for device, process, block in _holders(array):
       digest = next(in_order[process]).tobytes()
       held[name].append(Copy(device, process, block, digest))
   return held
+
+
+def _check_tree(lines: Sequence[str]) -> None:
+  """Raises in all processes unless their arrays have one description."""
+  checksum = _checksum('\n'.join(lines))
+  checksums = np.asarray(multihost_utils.process_allgather(checksum))
+  others = np.flatnonzero(checksums != checksums[0])
+  if len(others):
+    raise ValueError(
+      'tree must be the same in all processes, got another one than in process'
+      f' 0 in {others.tolist()}. Make the same calls'
+      ' in all, with the same names, shapes, dtypes and placement.'
+    )
 
 
 def _checksum(text: str) -> np.uint32:
@@ -141,16 +167,18 @@ def _checksum(text: str) -> np.uint32:
 
 
 def differing(held: Sequence[Copy]) -> list[Copy]:
-  """Returns the copies of one array that differ from most of their block."""
+  """Returns one array's copies that differ from most for their block."""
   counts = collections.Counter((copy.block, copy.digest) for copy in held)
   usual: dict[str, bytes] = {}
+  # Of equally many, the first in the order of devices.
   for (block, digest), _ in counts.most_common():
     usual.setdefault(block, digest)
   return [copy for copy in held if copy.digest != usual[copy.block]]
 
 
 def content_digest(held: Sequence[Copy]) -> str:
-  """Returns the digest of an array, 16 digits, the same for any sharding."""
+  """Returns an array's digest, 16 digits, the same for any sharding."""
+  # Each block counts once, however many devices hold it.
   blocks = {copy.block: copy.digest for copy in held}
   total = np.zeros(2, np.uint32)  # modulo 2^32, in any order
   for digest in blocks.values():
@@ -158,52 +186,64 @@ def content_digest(held: Sequence[Copy]) -> str:
   return total.astype('>u4').tobytes().hex()
 
 
-def is_local(x: Array) -> bool:
-  """Returns whether each of several processes holds all of an array."""
-  is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+def is_local(array: Array) -> bool:
+  """Returns whether several processes hold a whole array each."""
+  is_whole = not isinstance(array, jax.Array) or array.is_fully_addressable
   return is_whole and jax.process_count() > 1
 
 
-def has_copies(x: object) -> bool:
-  """Returns whether several devices have the same part of one array."""
-  if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+def has_copies(array: object) -> bool:
+  """Returns whether several devices have the same part."""
+  if not isinstance(array, jax.Array):
     return False
-  blocks = [block for _, _, block in _holders(x)]
-  return not is_local(x) and len({*blocks}) < len(blocks)
+  if isinstance(array, jax.core.Tracer) or is_local(array):
+    return False
+  blocks = [block for _, _, block in _holders(array)]
+  return len({*blocks}) < len(blocks)
 
 
-def _holders(x: Array) -> list[tuple[Any, int, str]]:
-  """Returns device, process and block of each copy, in the order of devices."""
-  found: list[tuple[Any, int, str]] = [(None, 0, '')]
-  if isinstance(x, jax.Array):
-    blocks: Any = x.sharding.devices_indices_map(x.shape)
-    devices = sorted(blocks, key=lambda device: device.id)
-    found = [(d, d.process_index, str(blocks[d])) for d in devices]
-  if not is_local(x):
-    return found
-  numbers = range(jax.process_count())
-  return [(None, n, block) for n in numbers for _, _, block in found]
+def _holders(array: Array) -> list[tuple[Any, int, str]]:
+  """Returns each copy's device, process and block, in the order of devices."""
+  blocks: Any = {None: ''}
+  if isinstance(array, jax.Array):
+    blocks = array.sharding.devices_indices_map(array.shape)
+  holders: list[tuple[Any, int, str]] = []
+  for device in sorted(blocks, key=_number_of):
+    process = getattr(device, 'process_index', 0)
+    holders.append((device, process, str(blocks[device])))
+  if not is_local(array):
+    return holders
+  # Each process has all blocks, on devices that others do not know.
+  everyones = []
+  for process in range(jax.process_count()):
+    everyones += [(None, process, block) for _, _, block in holders]
+  return everyones
 
 
-def _digest_blocks(x: Array) -> list[Array]:
-  """Digests the blocks of an array in this process, as `_holders` orders."""
-  if not isinstance(x, jax.Array):
-    x = np.asarray(x)
-    start = np.zeros(x.ndim, np.uint32)
-    return [packing.digest_block(x, start, x.shape)]
-  if prng.is_key_array(x):
-    x = jax.random.key_data(x)
-  found = []
-  for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
+def _number_of(device: Any) -> int:
+  return getattr(device, 'id', 0)
+
+
+def _digest_blocks(array: Array) -> list[Array]:
+  """Digests an array's blocks in this process, as `_holders` orders."""
+  if not isinstance(array, jax.Array):
+    array = np.asarray(array)
+    start = np.zeros(array.ndim, np.uint32)
+    return [packing.digest_block(array, start, array.shape)]
+  if prng.is_key_array(array):
+    array = jax.random.key_data(array)
+  shards = {shard.device: shard for shard in array.addressable_shards}
+  digests = []
+  for device in sorted(shards, key=_number_of):
+    shard = shards[device]
     # Where the block begins: words count with their places in the array.
     starts = [part.start or 0 for part in shard.index]
     start = np.array(starts, np.uint32)
-    if platform.digests_on_host(shard.device):
-      data = np.asarray(shard.data)
-      found.append(packing.digest_block(data, start, x.shape))
-      continue
+    data: Array = shard.data
+    mesh = Mesh([device], ('device',))
+    if platform.digests_on_host(device):
+      data = np.asarray(data)
     # On this device, not on the mesh that the caller has set.
-    mesh = Mesh([shard.device], ('device',))
     with jax.set_mesh(mesh):
-      found.append(packing.digest_block(shard.data, start, x.shape))
-  return found
+      digests.append(packing.digest_block(data, start, array.shape))
+  return digests

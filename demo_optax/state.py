@@ -26,7 +26,9 @@ _NO_STATE = (
 
 
 def state_specs(
-  tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
+  tx: optax.GradientTransformation,
+  params: chex.ArrayTree,
+  workers: Workers,
 ) -> chex.ArrayTree:
   """Returns the partition specs for a whole optimizer state.
 
@@ -60,64 +62,85 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
+  # Buckets by path: their layout is beside them.
   arrays = dict(_paths.leaves_of(opt_state))
-  found: dict[str, jax.Array] = {}
+  moments: dict[str, jax.Array] = {}
   for root, layout in layouts.items():
-    parts: dict[int, jax.Array] = {}
+    by_leaf: dict[int, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      parts |= cut_bucket(
-        layout,
-        number,
-        arrays[*root, STACKED, 'momentum', bucket.name],
-        decoded=True,
-      )
-    for i, part in sorted(parts.items()):
-      name = layout.leaves[i].name
-      if name in found:
+      stacked = arrays[*root, STACKED, 'momentum', bucket.name]
+      by_leaf |= cut_bucket(layout, number, stacked, decoded=True)
+    for leaf, moment in sorted(by_leaf.items()):
+      name = layout.leaves[leaf].name
+      if name in moments:
         raise ValueError(
           f'opt_state must hold one momentum of {name}, got several. Give one'
           ' of its states.'
         )
-      found[name] = part
-  return found
+      moments[name] = moment
+  return moments
 
 
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, Any]:
   r"""Returns the last exchange's metrics, for logs.
 
-  With momentum :math:`m_i` before it, the sent part :math:`q_i` and the rest
-  :math:`m_i'` on :math:`N` valid workers:
+  Warns if momentum is replicated over its mesh.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo(1e-3, workers=workers)
+    >>> info = demo_optax.exchange_info(tx.init({'w': jnp.ones((8, 8))}))
+    >>> sorted(info)
+    ['mean_senders', 'num_excluded', 'residual_norm', 'sent_energy']
+
+  With momentum :math:`m_i` before the exchange, the sent part :math:`q_i` and
+  the rest :math:`m_i'` on :math:`N` valid workers:
 
   .. math::
     \text{sent\_energy} = \frac{\sum_i \|q_i\|^2}{\sum_i \|m_i\|^2}, \qquad
     \text{residual\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
 
-  Warns if momentum is replicated over its mesh.
+  Args:
+    opt_state: any optimizer state with an exchange, with or without its types.
 
-  Takes any optimizer state with an exchange, with or without its types. Returns
-  the `metrics` of `DeMoState`: scalars by name.
+  Returns:
+    The `metrics` of `DeMoState`: scalars by name.
+
+  Raises:
+    ValueError: there is no exchange in the state.
   """
   state = dict(_paths.leaves_of(opt_state))
-  stacked = {k: x for k, x in state.items() if _paths.is_stacked(k)}
+  # By path: Flax keeps no types.
+  stacked = {}
+  roots, busy = [], set()
+  for keys, leaf in state.items():
+    if _paths.is_stacked(keys):
+      stacked[keys] = leaf
+      busy.add(keys[: keys.index(STACKED)])
+    elif keys[-2:] == ('metrics', 'num_excluded'):
+      roots.append(keys[:-2])
   _warn_if_replicated(stacked)
-  roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
   if not roots:
     raise ValueError(_NO_STATE)
   # The first exchange with leaves, or the first.
-  busy = {k[: k.index(STACKED)] for k in stacked}
-  root = next((root for root in roots if root in busy), roots[0])
-  return {k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')}
+  root = next(filter(busy.__contains__, roots), roots[0])
+  metrics = {}
+  for keys, leaf in state.items():
+    if keys[:-1] == (*root, 'metrics'):
+      metrics[keys[-1]] = leaf
+  return metrics
 
 
 def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
   """Warns if stacked arrays are replicated over their mesh."""
-  for keys, x in stacked.items():
-    sharding = getattr(x, 'sharding', None)
+  for keys, array in stacked.items():
+    sharding = getattr(array, 'sharding', None)
     if (
       isinstance(sharding, NamedSharding)
-      and not isinstance(x, jax.core.Tracer)
+      and not isinstance(array, jax.core.Tracer)
       and not any(sharding.spec[:1])
-      and 1 not in (sharding.mesh.size, len(x))
+      and 1 not in (sharding.mesh.size, len(array))
     ):
       warnings.warn(
         f'{_paths.dotted(keys)} is one per worker, but all of it is on every'

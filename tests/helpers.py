@@ -7,7 +7,6 @@ import pathlib
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
-from demo_optax.__main__ import MODELS
+from demo_optax.__main__ import paper_model as shapes_of  # noqa: F401
 from demo_optax._paths import is_stacked, path_keys
 from demo_optax.checkpoint.buckets import coding_of, fill_bucket
 from demo_optax.numerics import topk as selection
@@ -146,15 +145,6 @@ def with_momentum(state, moments):
       lambda leaf, x: coding_of(leaf).encode(x),
     )
   return state._replace(worker_stacked=own._replace(momentum=made))
-
-
-def shapes_of(model):
-  """Shapes of the parameters of a model that `python -m demo_optax` knows."""
-  return jax.tree.map(
-    lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
-    MODELS[model],
-    is_leaf=lambda x: isinstance(x, list),
-  )
 
 
 def results(name):

@@ -4,29 +4,30 @@ For checkpoints, and for momentum in parameter space. Buckets are
 `[workers, rows, n]`, or `[workers, devices, rows, n]` if a worker has several
 devices. A leaf's coefficients are `[workers, *counts, n]`: the chunks from all
 its shards along each dimension, which do not depend on devices.
+
+What one device does is mapped over simulated workers and devices.
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.checkpoint.placement import Value, fit_sharding, run
+from demo_optax.checkpoint.placement import Value, fit_sharding, of, run
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor
 from demo_optax.compressors.layout import Layout, Leaf
-from demo_optax.numerics import plain
-from demo_optax.workers.param_specs import entry, names_of
+from demo_optax.workers import Spec, Workers, lift
+from demo_optax.workers.param_specs import keep, names_of
 
 Shape = jax.ShapeDtypeStruct
 
@@ -46,86 +47,128 @@ class Coding(NamedTuple):
     """Undoes `decode`."""
     return self._each_shard(chunking.to_coefficients, x)
 
-  def _each_shard(self, fun: Callable[..., Array], x: chex.Array) -> Array:
+  def _each_shard(
+    self,
+    fun: Callable[..., Array],
+    x: chex.Array,
+  ) -> Array:
     """Calls a function for every shard on every worker."""
-    mapped: Callable[[Array], Array]
-    mapped = functools.partial(fun, grid=self.grid, basis=self.basis)
-    for dim, count in enumerate(self.blocks):
-      mapped = _over_blocks(mapped, dim, count)
-    return jax.vmap(mapped)(jnp.asarray(x))
-
-
-def _over_blocks(
-  fun: Callable[[Array], Array], dim: int, count: int
-) -> Callable[[Array], Array]:
-  """Returns `fun` for an array that has `count` blocks along a dimension."""
-
-  def over(x: Array) -> Array:
-    # [..., count, block, ...]
-    x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-    found = jax.vmap(fun, dim, dim)(x)
-    return jax.lax.collapse(found, dim, dim + 2)
-
-  return over
+    # As if each dimension were sharded over an axis, with a device per block.
+    sizes = {f'axis_{dim}': count for dim, count in enumerate(self.blocks)}
+    workers = Workers.simulated(len(x), None, sizes)
+    axes = workers.param_specs.axes  # those with several blocks
+    spec = Spec(True, keep(P(*sizes), axes))
+    one_shard = functools.partial(
+      fun,
+      grid=self.grid,
+      basis=self.basis,
+    )
+    mapped = lift.map_over(workers, one_shard, (spec,), spec)
+    return mapped(jnp.asarray(x))
 
 
 def coding_of(leaf: Leaf) -> Coding:
-  """Returns the coding of a leaf."""
+  """Returns a leaf's coding."""
   assert isinstance(leaf.compressor, Compressor)
-  return Coding(leaf.grid, leaf.sharding.blocks, leaf.compressor.basis)
+  return Coding(
+    leaf.grid,
+    leaf.sharding.blocks,
+    leaf.compressor.basis,
+  )
 
 
 def cut_bucket(
-  layout: Layout, number: int, bucket: Value, decoded: bool = False
+  layout: Layout,
+  number: int,
+  bucket: Value,
+  decoded: bool = False,
 ) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
   They are sharded as the parameters, and in parameter space if `decoded`. The
   bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
-  like = {}
-  for i in layout.members(number):
-    like[i] = _leaf_like(layout, layout.leaves[i], bucket, decoded)
+  shapes, shardings = {}, {}
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    shapes[member] = _leaf_like(layout, leaf, bucket, decoded)
+    shardings[member] = shapes[member].sharding
   if isinstance(bucket, Shape):
-    return like
-  shardings = {i: x.sharding for i, x in like.items()}
+    return shapes
   return run(_leaves_of, bucket, shardings, layout, number, decoded)
 
 
 def _leaf_like(
-  layout: Layout, leaf: Leaf, bucket: chex.Array | Shape, decoded: bool
+  layout: Layout,
+  leaf: Leaf,
+  bucket: chex.Array | Shape,
+  decoded: bool,
 ) -> Shape:
   """Returns shape and sharding of a leaf that is cut out of a bucket."""
-  workers, shape = bucket.shape[0], leaf.shape
+  shape = leaf.shape
   if not decoded:
     *counts, n = leaf.grid.coefficients_shape
-    blocks = zip(leaf.sharding.blocks, counts)
-    shape = *(parts * count for parts, count in blocks), n
-  sharding = getattr(bucket, 'sharding', None)
+    # The chunks from all shards along each dimension.
+    counts_of_all = np.multiply(leaf.sharding.blocks, counts)
+    shape = *map(int, counts_of_all), n
+  shape = bucket.shape[0], *shape
+  sharding = of(bucket)
   if isinstance(sharding, NamedSharding):
-    inner = dict(layout.axis_sizes)
-    worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
-    spec = P(*worker, *leaf.sharding.spec)
+    inner_axes = dict(layout.axis_sizes)
+    worker_axis = None
+    for axis in names_of(sharding.spec):
+      if axis not in inner_axes:
+        worker_axis = axis
+    spec = P(worker_axis, *leaf.sharding.spec)
     placed = NamedSharding(sharding.mesh, spec)
-    sharding = fit_sharding((workers, *shape), placed)
-  return Shape((workers, *shape), bucket.dtype, sharding=sharding)
+    sharding = fit_sharding(shape, placed)
+  return Shape(shape, bucket.dtype, sharding=sharding)
+
+
+def _specs(layout: Layout, number: int) -> dict[int, Spec]:
+  """Returns how a bucket's leaves are spread over workers and devices."""
+  specs = {}
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    specs[member] = Spec(True, leaf.sharding.spec)
+  return specs
 
 
 def _leaves_of(
-  bucket: Array, layout: Layout, number: int, decoded: bool
+  bucket: Array,
+  layout: Layout,
+  number: int,
+  decoded: bool,
 ) -> dict[int, Array]:
   """Returns a bucket's leaves by number."""
-  workers, sent = len(bucket), layout.buckets[number].num_chunks
-  # [workers, *shards, chunks, n]
-  rows = _bucket_axes(layout, number, workers).join(bucket[..., :sent, :])
-  split = _over_leading(functools.partial(layout.split, number), rows.ndim - 2)
-  leaves = {}
-  for i, chunks in split(rows).items():
-    leaf = layout.leaves[i]
-    leaves[i] = _leaf_axes(layout, leaf, workers).join(chunks)
-    if decoded:
-      leaves[i] = coding_of(leaf).decode(leaves[i])
-  return leaves
+  workers = Workers.simulated(
+    len(bucket),
+    None,
+    dict(layout.axis_sizes),
+  )
+  kind = layout.buckets[number]
+
+  def one_device(rows: Array) -> dict[int, Array]:
+    # [chunks of all devices with these shards, n]
+    own_chunks = rows.reshape(kind.shape)[: kind.num_chunks]
+    chunks = workers.group.join_devices(own_chunks, kind.split_axes)
+    leaves = {}
+    for member, of_leaf in layout.split(number, chunks).items():
+      grid = layout.leaves[member].grid
+      array = of_leaf.reshape(grid.coefficients_shape)
+      if decoded:
+        array = chunking.from_coefficients(array, grid, kind.basis)
+      leaves[member] = array
+    return leaves
+
+  specs = _specs(layout, number)
+  mapped = lift.map_over(
+    workers,
+    one_device,
+    (workers.bucket_spec,),
+    specs,
+  )
+  return mapped(bucket)
 
 
 def fill_bucket(
@@ -139,84 +182,35 @@ def fill_bucket(
 
   `coefficients_of` takes a leaf and its value in `leaves`.
   """
-  bucket = layout.buckets[number]
-  axes = _bucket_axes(layout, number, like.shape[0])
+  workers = Workers.simulated(
+    like.shape[0],
+    None,
+    dict(layout.axis_sizes),
+  )
+  kind = layout.buckets[number]
+
+  def one_device(coefficients: Mapping[int, Array]) -> Array:
+    chunks = {}
+    for member, of_leaf in coefficients.items():
+      grid = layout.leaves[member].grid
+      chunks[member] = of_leaf.reshape(grid.num_chunks, -1)
+    of_all = layout.join(number, chunks, kind.all_chunks)
+    device = workers.group.device_index(kind.split_axes)
+    rows = kind.of_device(of_all, device).astype(like.dtype)
+    # [rows, n], or [1, rows, n] as one of several devices
+    return rows[None] if layout.axis_sizes else rows
 
   def fill(leaves: Mapping[int, Value]) -> Array:
-    chunks = {}
-    for i in layout.members(number):
-      leaf = layout.leaves[i]
-      coefficients = coefficients_of(leaf, leaves[i])
-      # [workers, *shards, *counts, n]
-      x = _leaf_axes(layout, leaf, like.shape[0]).split(coefficients)
-      shards = x.shape[: len(axes.groups) - 2]
-      # [workers, *shards, chunks, n]
-      chunks[i] = x.reshape(*shards, leaf.grid.num_chunks, -1)
-    join = functools.partial(layout.join, number, rows=bucket.all_chunks)
-    rows = axes.split(_over_leading(join, len(axes.groups) - 2)(chunks))
-    # [workers, (devices,) chunks, n]
-    rows = rows.reshape(*like.shape[:-2], *rows.shape[-2:])
-    return plain.pad_to(rows, bucket.rows, axis=-2).astype(like.dtype)
+    specs, coefficients = _specs(layout, number), {}
+    for member in specs:
+      leaf = layout.leaves[member]
+      coefficients[member] = coefficients_of(leaf, leaves[member])
+    mapped = lift.map_over(
+      workers,
+      one_device,
+      (specs,),
+      workers.bucket_spec,
+    )
+    return mapped(coefficients)
 
-  return run(fill, leaves, getattr(like, 'sharding', None))
-
-
-def _over_leading(fun: Callable[..., Any], count: int) -> Callable[..., Any]:
-  """Returns `fun` for arrays with this many further leading axes."""
-  for _ in range(count):
-    fun = jax.vmap(fun)
-  return fun
-
-
-# Axes by name: those of the mesh, dimensions by number, and these.
-Axis = str | int
-_WORKER, _CHUNK, _N = -3, -2, -1
-
-
-class _Axes(NamedTuple):
-  """An array's axes, and which are joined to one."""
-
-  sizes: dict[Axis, int]  # by name, in the order of the array
-  groups: list[list[Axis]]  # names, of each joined axis
-
-  def join(self, x: Array) -> Array:
-    """Returns an array with one axis for each group."""
-    names, shape = list(self.sizes), []
-    for group in self.groups:
-      shape.append(math.prod(self.sizes[name] for name in group))
-    x = x.reshape([*self.sizes.values()])
-    order = [names.index(name) for name in itertools.chain(*self.groups)]
-    return x.transpose(order).reshape(shape)
-
-  def split(self, x: Array) -> Array:
-    """Undoes `join`."""
-    names = list(itertools.chain(*self.groups))
-    x = x.reshape([self.sizes[name] for name in names])
-    return x.transpose([names.index(name) for name in self.sizes])
-
-
-def _bucket_axes(layout: Layout, number: int, workers: int) -> _Axes:
-  """Returns a bucket's axes; joins chunks on devices with the same shards."""
-  bucket = layout.buckets[number]
-  sizes: dict[Axis, int] = {_WORKER: workers}
-  groups: list[list[Axis]] = [[_WORKER]]
-  for name, size in layout.axis_sizes:
-    sizes[name] = size
-    if name not in bucket.split_axes:
-      groups.append([name])
-  sizes |= {_CHUNK: bucket.num_chunks, _N: bucket.format.n}
-  return _Axes(sizes, [*groups, [*bucket.split_axes, _CHUNK], [_N]])
-
-
-def _leaf_axes(layout: Layout, leaf: Leaf, workers: int) -> _Axes:
-  """Returns a leaf's axes; joins the shards of each dimension."""
-  *counts, n = leaf.grid.coefficients_shape
-  sizes: dict[Axis, int] = {_WORKER: workers}
-  for name, size in layout.axis_sizes:
-    if name in leaf.sharding.axes:
-      sizes[name] = size
-  sizes |= {**dict(enumerate(counts)), _N: n}
-  groups: list[list[Axis]] = [[_WORKER]]
-  for dim in range(len(counts)):
-    groups.append([*entry(leaf.sharding.spec, dim), dim])
-  return _Axes(sizes, [*groups, [_N]])
+  return run(fill, leaves, of(like))

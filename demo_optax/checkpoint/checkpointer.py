@@ -38,6 +38,17 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   name and renamed when complete. All processes make the same calls, on a shared
   folder.
 
+  Example:
+    >>> import demo_optax, jax.numpy as jnp, tempfile
+    >>> from demo_optax import checkpoint
+    >>> tree = {'w': jnp.ones(3)}
+    >>> folder = tempfile.mkdtemp()
+    >>> with checkpoint.Checkpointer(folder, tree) as checkpoints:
+    ...   checkpoints.save(10, tree)
+    ...   step, tree = checkpoints.restore()
+    >>> step
+    10
+
   Args:
     folder: a local path or `gs://...`; created by the first save.
     like: the tree to save and to restore, as for `from_leaves`. Arrays are
@@ -54,12 +65,14 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     keep: int = 2,
     timeout: int = 1200,
   ):
-    path = epath.Path(folder).expanduser()
-    self._is_remote = '://' in os.fspath(path)
-    self._folder = path if self._is_remote else path.absolute()
-    self._like = jax.tree.map(
-      lambda x: abstract(x) if isinstance(x, jax.Array) else x, like
-    )
+    self._folder = epath.Path(folder).expanduser()
+    if '://' not in os.fspath(self._folder):
+      self._folder = self._folder.absolute()
+
+    def keep_shape(x: Value) -> Value:
+      return abstract(x) if isinstance(x, jax.Array) else x
+
+    self._like = jax.tree.map(keep_shape, like)
     # Raises if the tree cannot be saved.
     self._wanted = to_leaves(jax.tree.map(abstract, self._like))
     _checks.check_positive('keep', keep)
@@ -70,7 +83,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
     self._pending = contextlib.ExitStack()  # closing it waits for the save
-    self._unlock: weakref.finalize[..., Any] | None = None
+    self._lock: weakref.finalize[..., Any] | None = None  # calling it unlocks
 
   def __exit__(self, *exception: object) -> None:
     self.close()
@@ -81,6 +94,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     steps = []
     for path in self._folder.glob('*'):
+      # What Orbax has not renamed yet has another name.
       if path.name.isdecimal() and any(path.iterdir()):
         steps.append(int(path.name))
     return tuple(sorted(steps))
@@ -102,27 +116,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     step = operator.index(step)
     _checks.check_positive('step', step, 0)
     self.wait()
+    # All processes write, one looks after the folder.
     _in_first(lambda: self._prepare(step))
-    leaves = to_leaves(tree)
-    held = replicas.copies(leaves)
-    about: dict[str, Any] = {'arrays': {}, 'values': {}}
-    arrays = {}
-    for name, x in leaves.items():
-      _check_same(name, held[name])
-      if not hasattr(x, 'dtype'):
-        about['values'][name] = x
-        continue
-      impl = None
-      if prng.is_key_array(x):
-        impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-      digest = replicas.content_digest(held[name])
-      about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
-      is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
-      if x.size:  # Orbax refuses empty ones
-        arrays[name] = x if is_spread else np.array(x)
-    about['checksum'] = _checksum(about)
+    arrays, about = _described(to_leaves(tree))
     # One for each save: after an error it would repeat the error.
-    files = self._pending.enter_context(
+    writer = self._pending.enter_context(
       ocp.training.Checkpointer(
         self._folder,
         preservation_policy=self._policy,
@@ -130,36 +128,46 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         context=self._context,
       )
     )
-    saved = files.save_async(step, arrays, force=True, custom_metadata=about)
+    # `force`: Orbax's own policy would skip steps.
+    saved = writer.save_async(
+      step,
+      arrays,
+      force=True,
+      custom_metadata=about,
+    )
     self._pending.callback(saved.result)
 
   def _prepare(self, step: int) -> None:
     """Locks the folder; raises if the step exists."""
     self._folder.mkdir(parents=True, exist_ok=True)
-    is_locked = self._unlock is not None and self._unlock.alive
-    if not is_locked and not self._is_remote:
-      handle = os.open(self._folder, os.O_RDONLY)
-      self._unlock = weakref.finalize(self, os.close, handle)
-      try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        self._unlock()
-        raise OSError(
-          f'{self._folder} must have one writer, and another Checkpointer'
-          ' saves to it, here or in another job. Close it, or give another'
-          ' folder.'
-        ) from error
-      except OSError:  # a network file system without locks
-        pass
-      for path in self._folder.iterdir():
-        if path.name.isdecimal():
-          with contextlib.suppress(OSError):
-            os.rmdir(path)  # an empty one would count as the latest
+    if self._lock is None or not self._lock.alive:
+      self._lock_folder()
     if (self._folder / str(step)).exists():
       raise ValueError(
         f'step must be new in {self._folder}, got {step} (there are:'
         f' {_some(self.steps)}). Give another folder, or remove it first.'
       )
+
+  def _lock_folder(self) -> None:
+    """Becomes the one writer; removes what others have left empty."""
+    try:
+      handle = os.open(self._folder, os.O_RDONLY)
+      # Also if this object is forgotten.
+      self._lock = weakref.finalize(self, os.close, handle)
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      self.close()
+      raise OSError(
+        f'{self._folder} must have one writer, and another Checkpointer'
+        ' saves to it, here or in another job. Close it, or give another'
+        ' folder.'
+      ) from error
+    except OSError:  # no local folder, or a network file system without locks
+      pass
+    for path in self._folder.iterdir():
+      if path.name.isdecimal():
+        with contextlib.suppress(OSError):
+          os.rmdir(path)  # an empty one would count as the latest
 
   def wait(self) -> None:
     """Waits for the last save; raises its error if it failed."""
@@ -170,8 +178,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     try:
       self.wait()
     finally:
-      if self._unlock is not None:
-        self._unlock()
+      if self._lock is not None:
+        self._lock()
 
   def restore(
     self,
@@ -196,49 +204,84 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     try:
       saved = self._read(self._folder / str(chosen))
     except Exception as error:
-      others = _some(s for s in steps if s != chosen)
+      others = _some(set(steps) - {chosen})
       raise ValueError(
         f'The checkpoint of step {chosen} in {self._folder} must be whole,'
         f' and written by demo_optax, got {repr(error)[:400]}. Restore'
         f' another one by step= (there are: {others}), or remove it.'
       ) from error
     return int(chosen), from_leaves(
-      saved, self._like, resize=resize, rechunk=rechunk
+      saved,
+      self._like,
+      resize=resize,
+      rechunk=rechunk,
     )
 
   def _read(self, path: epath.Path) -> dict[str, Value]:
-    """Returns the leaves of a checkpoint; raises if it is damaged."""
+    """Returns a checkpoint's leaves; raises if it is damaged."""
+    # Written by Orbax beside the arrays, and checked here.
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
-    like = {}
+    targets = {}
     for name, (dtype, shape, *_) in about['arrays'].items():
       if 0 not in shape:
-        like[name] = _target(tuple(shape), dtype, self._wanted.get(name))
-    arrays = ocp.load(path, like) if like else {}
-    held = replicas.copies(arrays)
+        wanted = self._wanted.get(name)
+        targets[name] = _target(tuple(shape), dtype, wanted)
+    arrays = ocp.load(path, targets) if targets else {}
+    # Digests are made where the arrays are: nothing is gathered.
+    copies = replicas.copies(arrays)
     leaves = dict(about['values'])
     for name, (dtype, shape, impl, digest) in about['arrays'].items():
-      x = arrays.get(name)
-      if x is None:
-        x = np.zeros(shape, dtype)
-      elif replicas.content_digest(held[name]) != digest:
+      array = arrays.get(name)
+      if array is None:
+        array = np.zeros(shape, dtype)
+      elif replicas.content_digest(copies[name]) != digest:
         raise ValueError(f'{name} is not what was saved')
       if impl is not None:
-        x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
-      leaves[name] = x
+        array = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
+      leaves[name] = array
     return leaves
 
 
-def _target(shape: tuple[int, ...], dtype: str, like: Value) -> Value:
-  """Returns the target of Orbax's load: the saved shape, sharded as `like`.
+def _described(
+  leaves: Mapping[str, Value],
+) -> tuple[dict[str, Value], dict[str, Any]]:
+  """Returns the arrays that Orbax writes, and what describes all leaves."""
+  # Compared before anything is written.
+  copies = replicas.copies(leaves)
+  arrays: dict[str, Value] = {}
+  descriptions, values = {}, {}
+  for name, leaf in leaves.items():
+    _check_same(name, copies[name])
+    if not hasattr(leaf, 'dtype'):
+      values[name] = leaf
+      continue
+    impl = None
+    if prng.is_key_array(leaf):
+      impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    digest = replicas.content_digest(copies[name])
+    descriptions[name] = [str(leaf.dtype), leaf.shape, impl, digest]
+    is_spread = isinstance(leaf, jax.Array) and not replicas.is_local(leaf)
+    if leaf.size:  # Orbax refuses empty ones
+      arrays[name] = leaf if is_spread else np.array(leaf)
+  about = {'arrays': descriptions, 'values': values}
+  return arrays, {**about, 'checksum': _checksum(about)}
+
+
+def _target(
+  shape: tuple[int, ...],
+  dtype: str,
+  wanted: Value,
+) -> Value:
+  """Returns a target for Orbax's load: the saved shape, sharded as wanted.
 
   On the host if that has no place for it on devices, and for keys.
   """
-  sharding = getattr(like, 'sharding', None)
+  sharding = getattr(wanted, 'sharding', None)
   if (
     sharding is None
-    or str(like.dtype) != dtype
+    or str(wanted.dtype) != dtype
     or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
@@ -246,18 +289,24 @@ def _target(shape: tuple[int, ...], dtype: str, like: Value) -> Value:
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _check_same(name: str, held: Sequence[replicas.Copy]) -> None:
+def _check_same(
+  name: str,
+  copies: Sequence[replicas.Copy],
+) -> None:
   """Raises if processes hold different copies, each for itself."""
-  other = {c.process for c in replicas.differing(held) if c.device is None}
-  if other:
+  processes = set()
+  for copy in replicas.differing(copies):
+    if copy.device is None:
+      processes.add(copy.process)
+  if processes:
     raise ValueError(
       f'{name} must be the same in all processes, got another in'
-      f' {sorted(other)}. Spread it over the mesh, or gather it first.'
+      f' {sorted(processes)}. Spread it over the mesh, or gather it first.'
     )
 
 
 def _checksum(about: Mapping[str, object]) -> int:
-  """Returns the checksum of a description, as read from its file."""
+  """Returns a description's checksum, as read from its file."""
   return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
@@ -269,9 +318,10 @@ def _in_first(action: Callable[[], None]) -> None:
       action()
     except Exception as caught:
       error = caught
-  if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+  has_failed = np.array(error is not None)
+  if multihost_utils.broadcast_one_to_all(has_failed):
     raise error or OSError('process 0 could not save: its output says why.')
 
 
 def _some(steps: Iterable[int]) -> str:
-  return ', '.join(map(str, steps)) or 'none'
+  return ', '.join(map(str, sorted(steps))) or 'none'

@@ -1,19 +1,13 @@
-"""Compares the leaves of a checkpoint with those of the state to restore."""
+"""Compares saved leaves with those in the state to restore."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from demo_optax import _paths
-from demo_optax._paths import STACKED, Keys
+from demo_optax._paths import STACKED
 from demo_optax.checkpoint.placement import Value, as_array
-from demo_optax.compressors.layout import (
-  Difference,
-  Layout,
-  Record,
-  differences,
-)
+from demo_optax.compressors.layout import Record, differences
 
 
 def saved_records(text: Value) -> dict[str, Record]:
@@ -24,20 +18,29 @@ def saved_records(text: Value) -> dict[str, Record]:
 def check_fits(
   saved: Mapping[str, Value],
   wanted: Mapping[str, Value],
-  layouts: Mapping[Keys, Layout],
+  layouts: Collection[str],
   asked: Mapping[str, bool],
 ) -> None:
-  """Raises unless saved leaves differ from those wanted only as asked for."""
-  chunked = _chunk_differences(saved, layouts)
+  """Raises unless saved leaves differ from those wanted only as asked for.
+
+  `layouts` are the names under which chunks are described.
+  """
   problems: dict[str, list[str]] = {problem: [] for problem in _REMEDIES}
   for name in {**wanted, **saved}:
-    for problem, old, new in _compare(name, saved, wanted, chunked):
-      line = f'{name}: {old} in the checkpoint, {new} here.'
+    found = _compare(
+      name,
+      saved.get(name),
+      wanted.get(name),
+      layouts,
+    )
+    for problem, leaf, former, current in found:
+      line = f'{leaf}: {former} in the checkpoint, {current} here.'
       problems[problem].append(line)
   text = []
   for problem, lines in problems.items():
     if not lines or asked.get(problem):
       continue
+    # A few lines say which; the remedy is the same for all.
     text += lines[:4]
     if lines[4:]:
       text.append(f'... and {len(lines) - 4} more leaves.')
@@ -48,75 +51,72 @@ def check_fits(
     )
 
 
-def _chunk_differences(
-  saved: Mapping[str, Value], layouts: Mapping[Keys, Layout]
-) -> dict[str, Difference | None]:
-  """Returns how the chunks of each leaf differ, by name; None if they do not.
-
-  Coefficients are compared by these records, not by shapes.
-  """
-  by_name: dict[str, Difference | None] = {}
-  for root, layout in layouts.items():
-    where = _paths.dotted((*root, 'layout'))
-    if where not in saved:
-      continue
-    by_name[where] = None
-    former = saved_records(saved[where])
-    by_leaf = {d.name: d for d in differences(former, layout.records)}
-    for leaf in layout.leaves:
-      for part in ('momentum', 'update_residual'):
-        name = _paths.dotted((*root, STACKED, part, *leaf.keys))
-        by_name[name] = by_leaf.get(leaf.name)
-  return by_name
-
-
 def _compare(
   name: str,
-  saved: Mapping[str, Value],
-  wanted: Mapping[str, Value],
-  chunked: Mapping[str, Difference | None],
-) -> Iterator[tuple[str, str, str]]:
-  """Yields a leaf's problems, and what it is in both, in words."""
-  if f'{STACKED}.message.' in name:  # it may be dropped
+  saved: Value,
+  wanted: Value,
+  layouts: Collection[str],
+) -> Iterator[tuple[str, str, str, str]]:
+  """Yields a leaf's problems, its name, and what it is in both, in words."""
+  is_stacked = STACKED in name.split('.')
+  root, _, rest = name.partition(STACKED)
+  has_chunks = is_stacked and f'{root}layout' in layouts
+  part = rest.split('.')[1:2]
+  if has_chunks and part == ['message']:  # it may be dropped
     return
-  old, new = saved.get(name), wanted.get(name)
-  if old is None or new is None:
-    is_owed = f'{STACKED}.update_residual.' in name
-    if not is_owed:
-      yield 'tree', _in_words(old), _in_words(new)
-    elif new is None:  # without old residuals, the new ones are zeros
-      yield 'owed', _in_words(old), _in_words(new)
+  if saved is None or wanted is None:
+    if part != ['update_residual']:
+      yield 'tree', name, _in_words(saved), _in_words(wanted)
+    elif wanted is None:  # without old residuals, the new ones are zeros
+      yield 'workers', name, _in_words(saved), 'no place'
     return
-  old, new = as_array(old, new), as_array(new, old)
-  stacked = STACKED in name.split('.')
-  if name in chunked:
-    if other := chunked[name]:
-      problem = 'chunks' if other.is_cut_otherwise else 'tree'
-      yield problem, other.old, other.new
-  else:
-    old_words, new_words = _in_words(old, stacked), _in_words(new, stacked)
-    if old_words != new_words:
-      yield 'tree', old_words, new_words
+  # A Python number and a scalar array are the same.
+  saved, wanted = as_array(saved, wanted), as_array(wanted, saved)
+  if name in layouts:
+    yield from _compare_chunks(name, saved, wanted)
+    return
+  # Coefficients are compared by their records, not by shapes.
+  if not has_chunks:
+    former = _in_words(saved, is_stacked)
+    current = _in_words(wanted, is_stacked)
+    if former != current:
+      yield 'tree', name, former, current
       return
-  if stacked and len(old) != len(new):
-    yield 'workers', f'{len(old)} workers', f'{len(new)} workers'
+  if is_stacked and len(saved) != len(wanted):
+    yield 'workers', name, f'{len(saved)} workers', f'{len(wanted)} workers'
 
 
-def _in_words(x: Value, stacked: bool = False) -> str:
+def _compare_chunks(
+  name: str,
+  saved: Value,
+  wanted: Value,
+) -> Iterator[tuple[str, str, str, str]]:
+  """Yields the leaves whose chunks differ, by two layouts' records."""
+  former, current = saved_records(saved), saved_records(wanted)
+  root = name.removesuffix('layout')
+  for leaf in differences(former, current):
+    # A leaf that one of them lacks is named by its own array.
+    if leaf.name in former and leaf.name in current:
+      problem = 'chunks' if leaf.is_cut_otherwise else 'tree'
+      place = f'{root}{STACKED}.momentum.{leaf.name}'
+      yield problem, place, leaf.old, leaf.new
+
+
+def _in_words(x: Value, is_stacked: bool = False) -> str:
   """Describes what never changes: type, dtype and shape."""
   if x is None:
     return 'nothing'
   if not hasattr(x, 'dtype'):
     return f'a Python {type(x).__name__}'
-  owner = "each worker's " if stacked else ''
-  return f'{owner}{x.dtype}[{",".join(map(str, x.shape[stacked:]))}]'
+  owner = "each worker's " if is_stacked else ''
+  lengths = ','.join(map(str, x.shape[is_stacked:]))
+  return f'{owner}{x.dtype}[{lengths}]'
 
 
 _REMEDIES = {
   'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
   ' change it afterwards: nothing is cut, padded, cast or made up.',
   'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
-  'workers': "Pass resize=True to regroup the workers' states.",
-  'owed': "This is the residual of exchange='all_to_all', which has no place"
-  ' here. Pass resize=True to discard it.',
+  'workers': "Pass resize=True to regroup the workers' states. Residuals of"
+  " exchange='all_to_all' that have no place here are then discarded.",
 }

@@ -1,6 +1,7 @@
 """States as plain dictionaries of arrays, momentum leaf by leaf, and back.
 
-The shapes of momentum's buckets depend on workers, devices and all parameters.
+Momentum's buckets have shapes that depend on workers, devices and all
+parameters.
 A checkpoint has coefficients for every parameter instead, and a record that
 describes its chunks:
 
@@ -10,7 +11,7 @@ describes its chunks:
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import chex
 import jax
@@ -51,13 +52,14 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
     (4, 2, 2, 4096)
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
 
-  Takes any tree that holds `scale_by_demo` states with their types: made by
-  `tx.init`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`), with
-  parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
-
   Momentum is `[workers, *counts, n]` for each parameter, `n` coefficients in
   each of `counts` chunks, sharded as the parameter. `...layout` is a record of
   the chunks, JSON text as uint8.
+
+  Args:
+    state: any tree with `scale_by_demo` states and their types: made by
+      `tx.init`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`), with
+      parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
 
   Raises:
     ValueError: momentum differs between devices and has no worker axis.
@@ -75,18 +77,22 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
       )
     leaves[name] = x
 
-  for keys, x in flat:
+  for keys, array in flat:
     if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
-      number, owned = _bucket_at(keys, layout)
-      x = _of_one_owner(layout.buckets[number].shape, x) if owned else x
-      for i, coefficients in cut_bucket(layout, number, x).items():
-        add((*keys[:-1], *layout.leaves[i].keys), coefficients)
+      number, is_owned = _bucket_at(keys, layout)
+      if is_owned:
+        array = _of_one_owner(layout.buckets[number].shape, array)
+      coefficients = cut_bucket(layout, number, array)
+      for member, of_leaf in coefficients.items():
+        leaf = layout.leaves[member]
+        add((*keys[:-1], *leaf.keys), of_leaf)
     elif keys[-2:] == ('layout', 'digest'):
+      # Instead of the digest, which depends on devices.
       text = json.dumps(layouts[keys[:-2]].records)
       add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
     else:
-      add(keys, x)
+      add(keys, array)
   return leaves
 
 
@@ -100,6 +106,7 @@ def from_leaves(
   """Returns a tree like `like` from what `to_leaves` returned.
 
   Without options nothing is converted, and what does not fit is an error.
+  `to_leaves` has an example.
 
   With `resize`, old and new workers divide the unit interval into equal parts.
   A new worker is the mean over the old ones, weighted by their overlap: from 4
@@ -127,9 +134,11 @@ def from_leaves(
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
   layouts = layouts_in(like, checked=True)
-  asked = {'chunks': rechunk, 'workers': resize, 'owed': resize}
+  asked = {'chunks': rechunk, 'workers': resize}
+  # Shapes alone: nothing is computed before all fits.
   wanted = to_leaves(jax.tree.map(abstract, like))
-  check_fits(saved, wanted, layouts, asked)
+  records = {_paths.dotted((*root, 'layout')) for root in layouts}
+  check_fits(saved, wanted, records, asked)
 
   def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
@@ -139,27 +148,27 @@ def from_leaves(
       return layouts[keys[:-2]].digest
     if keys[-3:-1] == (_paths.STACKED, 'message'):
       return _message(saved, layouts[keys[:-3]], keys, x)
-    made = saved[_paths.dotted(keys)]
-    if not _paths.is_stacked(keys) or len(made) == len(x):
-      return made
-    return _run(regroup, made, x, len(x))
+    array = saved[_paths.dotted(keys)]
+    if not _paths.is_stacked(keys) or len(array) == len(x):
+      return array
+    return placement.run(regroup, array, placement.of(x), len(x))
 
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: placement.place(restored(path, x), x), like
-  )
+  def place(path: Path, x: Value) -> Value:
+    return placement.place(restored(path, x), x)
+
+  return jax.tree_util.tree_map_with_path(place, like)
 
 
 def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
-  arrays = {
-    _paths.dotted(keys): x
-    for keys, x in leaves
-    if _paths.is_stacked(keys) and replicas.has_copies(x)
-  }
-  if arrays and (other := replicas.check_replicas(arrays)):
+  arrays = {}
+  for keys, array in leaves:
+    if _paths.is_stacked(keys) and replicas.has_copies(array):
+      arrays[_paths.dotted(keys)] = array
+  if arrays and (differences := replicas.check_replicas(arrays)):
     raise ValueError(
-      f'{other[0].leaf} must be sharded over the workers, got one array that'
-      ' differs between devices: only one worker would be saved. In'
+      f'{differences[0].leaf} must be sharded over the workers, got one array'
+      ' that differs between devices: only one worker would be saved. In'
       ' jax.shard_map take demo_optax.state_specs(tx, params, workers) as'
       " in_specs and out_specs of the optimizer's state, not P()."
     )
@@ -176,65 +185,98 @@ def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
 
 def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   """Returns residuals as if one owner had all chunks, in a bucket's shape."""
+  # [owners, *devices, rows, n] -> [1, *devices, rows, n]
   shape = (1, *x.shape[1:-2], *bucket)
-  sharding = placement.fit_sharding(shape, getattr(x, 'sharding', None))
+  sharding = placement.fit_sharding(shape, placement.of(x))
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
   return placement.run(regroup_owned, x, sharding, shape)
 
 
+def _records_of(
+  saved: Mapping[str, Value],
+  keys: Keys,
+) -> dict[str, Record]:
+  """Returns the saved records for the leaves in a bucket or message."""
+  return saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+
+
 def _bucket(
-  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+  saved: Mapping[str, Value],
+  layout: Layout,
+  keys: Keys,
+  like: Value,
 ) -> Value:
   """Returns a bucket like `like` from its leaves' coefficients."""
-  number, owned = _bucket_at(keys, layout)
-  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
-  coefficients_of = {}
-  for i in layout.members(number):
-    array = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
-    if array is None:  # owners had no residuals
+  number, is_owned = _bucket_at(keys, layout)
+  records = _records_of(saved, keys)
+  arrays = {}
+  for member in layout.members(number):
+    leaf = layout.leaves[member]
+    name = _paths.dotted((*keys[:-1], *leaf.keys))
+    if name not in saved:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
-    coefficients_of[i] = placement.near(array, like)
+    arrays[member] = saved[name]
   whole = like
-  if owned:
+  if is_owned:
     whole = _of_one_owner(layout.buckets[number].shape, abstract(like))
 
-  def convert(leaf: Leaf, coefficients: chex.Array) -> chex.Array:
+  def convert(
+    leaf: Leaf,
+    coefficients: chex.Array,
+  ) -> chex.Array:
     record = records[leaf.name]
-    if {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}:
+    # Of another selector or value code, with the same chunks.
+    if {**leaf.record, 'compressor': record['compressor']} == record:
       return regroup(coefficients, len(whole))
-    old, new = _recorded_coding(record, layout), coding_of(leaf)
-    if owned:  # residuals are of updates, which have been transformed back
-      old, new = old._replace(basis=None), new._replace(basis=None)
-    return new.encode(regroup(old.decode(coefficients), len(whole)))
+    former = _recorded_coding(record, layout)
+    current = coding_of(leaf)
+    if is_owned:  # residuals are of updates, which have been transformed back
+      former = former._replace(basis=None)
+      current = current._replace(basis=None)
+    # [workers, *shape]
+    elements = regroup(former.decode(coefficients), len(whole))
+    return current.encode(elements)
 
-  array = fill_bucket(layout, number, coefficients_of, whole, convert)
-  return _run(regroup_owned, array, like, like.shape) if owned else array
+  array = fill_bucket(layout, number, arrays, whole, convert)
+  if is_owned:
+    return placement.run(
+      regroup_owned,
+      array,
+      placement.of(like),
+      tuple(like.shape),
+    )
+  return array
 
 
 def _message(
-  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+  saved: Mapping[str, Value],
+  layout: Layout,
+  keys: Keys,
+  like: Value,
 ) -> Value:
   """Returns the message in flight, or an empty one if it would not fit."""
-  found = saved.get(_paths.dotted(keys))
-  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  message = saved.get(_paths.dotted(keys))
+  records = _records_of(saved, keys)
   is_same = [*records.items()] == [*layout.records.items()]
-  if found is None or found.shape != like.shape or not is_same:
+  if message is None or message.shape != like.shape or not is_same:
     return np.zeros(like.shape, like.dtype)
-  return found
+  return message
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
   """Returns a saved leaf's coding; raises if its basis is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
-  shard = [length // n for length, n in zip(record['shape'], blocks)]
+  # Chunks are cut shard by shard.
+  shard = np.floor_divide(record['shape'], blocks).astype(int)
   grid = ChunkGrid(
-    tuple(shard),
+    tuple(shard.tolist()),
     tuple(record['lengths']),
     record['whole'],
     fold and tuple(fold),
   )
   name, arguments = record.get('basis', ('Identity', {}))  # none if whole
+  # Those of the package, and the user's own in this state.
   known = dict(vars(bases))
   for bucket in layout.buckets:
     known[type(bucket.basis).__name__] = type(bucket.basis)
@@ -244,10 +286,3 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
       f'({arguments}). Restore into a state that has it, without rechunk.'
     )
   return Coding(grid, blocks, known[name](**arguments))
-
-
-def _run(
-  fun: Callable[..., chex.Array], x: Value, like: Value, *static: Hashable
-) -> Value:
-  sharding = getattr(like, 'sharding', None)
-  return placement.run(fun, placement.near(x, like), sharding, *static)

@@ -1,8 +1,9 @@
 """Runs functions on arrays wherever they are, and places their results."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import chex
@@ -29,36 +30,69 @@ def run(
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
-  Jitted, unless `args` are traced. NumPy's arrays stay so, in 64 bits, unless
-  results have `shardings`. XLA chooses a sharding that is `None`. The same
-  function, not a closure, is compiled once for equal `static`.
+  Jitted, on the devices that results have, unless `args` are traced. NumPy's
+  arrays stay so, in 64 bits, unless results have `shardings`. XLA chooses a
+  sharding that is `None`. The same function, not a closure, is compiled once
+  for equal `static`.
   """
-  leaves = jax.tree.leaves(args)
-  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+  arrays = jax.tree.leaves(args)
+  targets = jax.tree.leaves(shardings)
+  if any(isinstance(array, jax.core.Tracer) for array in arrays):
     return fun(args, *static)
-  is_on_host = all(isinstance(x, np.ndarray) for x in leaves)
-  if is_on_host and not jax.tree.leaves(shardings):
-    host = Mesh(jax.local_devices(backend='cpu')[:1], ('host',))
+  # A device may be too small for what the host holds.
+  if not targets and all(isinstance(array, np.ndarray) for array in arrays):
+    host_device = jax.local_devices(backend='cpu')[0]
+    host = Mesh([host_device], ('host',))
     with jax.enable_x64(True), jax.set_mesh(host):
       return jax.device_get(fun(args, *static))
-  args, inner = jax.tree.map(_on_auto, args), jax.tree.map(auto, shardings)
-  placed = [getattr(x, 'sharding', None) for x in jax.tree.leaves(args)]
-  placed += jax.tree.leaves(inner)
-  meshes: list[Any] = [x.mesh for x in placed if isinstance(x, NamedSharding)]
+
+  to_targets = functools.partial(_near, targets=targets)
+  args = jax.tree.map(to_targets, args)
+  auto_shardings = jax.tree.map(auto, shardings)
+  placed = [
+    *map(of, jax.tree.leaves(args)),
+    *jax.tree.leaves(auto_shardings),
+  ]
+  meshes: list[Any] = []
+  for sharding in placed:
+    if isinstance(sharding, NamedSharding):
+      meshes.append(sharding.mesh)
+  jitted = jax.jit(
+    fun,
+    static_argnums=range(1, 1 + len(static)),
+    out_shardings=auto_shardings,
+  )
   # Not under the mesh that the caller has set, whose types may be Explicit.
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
-    numbers = range(1, 1 + len(static))
-    jitted = jax.jit(fun, static_argnums=numbers, out_shardings=inner)
     results = jitted(args, *static)
-  return jax.tree.map(
-    lambda sharding, x: on_mesh(x, sharding),
-    shardings,
-    results,
-    is_leaf=lambda x: x is None,
-  )
+  # Back to the caller's types of axes: nothing moves.
+  return jax.device_put(results, shardings)
 
 
-def fit_sharding(shape: tuple[int, ...], sharding: Sharding) -> Sharding:
+def of(x: Value) -> Sharding:
+  """Returns where an array is, or where a shape shall be, if that is known."""
+  return getattr(x, 'sharding', None)
+
+
+def _near(
+  x: Value,
+  targets: Sequence[jax.sharding.Sharding],
+) -> Value:
+  """Returns an array on Auto axes, on the first target's devices."""
+  if not isinstance(x, Array):
+    return x
+  sharding: Sharding = x.sharding
+  if targets and x.sharding.device_set != targets[0].device_set:
+    sharding = fit_sharding(x.shape, targets[0])
+  elif not isinstance(sharding, NamedSharding):
+    return x
+  return jax.device_put(x, auto(sharding))
+
+
+def fit_sharding(
+  shape: tuple[int, ...],
+  sharding: Sharding,
+) -> Sharding:
   """Returns `sharding`, adapted to another shape.
 
   Axes that do not divide their dimension move to the longest one that they
@@ -68,21 +102,21 @@ def fit_sharding(shape: tuple[int, ...], sharding: Sharding) -> Sharding:
     return sharding
   spec, sizes = sharding.spec, sharding.mesh.shape
   entries: list[Any] = [None] * len(shape)
-  moving = []
+  moving = []  # numbers of blocks, and axes, that have no dimension yet
   for dim in range(len(spec)):
-    parts = math.prod(sizes[name] for name in entry(spec, dim))
-    if dim < len(shape) and shape[dim] % parts == 0:
+    blocks = math.prod(sizes[name] for name in entry(spec, dim))
+    if dim < len(shape) and shape[dim] % blocks == 0:
       entries[dim] = spec[dim]
     else:
-      moving.append((parts, spec[dim]))
-  for parts, axes in moving:
-    homes = [
-      dim
-      for dim, length in enumerate(shape)
-      if entries[dim] is None and length % parts == 0
-    ]
-    if homes:
-      entries[max(homes, key=lambda dim: shape[dim])] = axes
+      moving.append((blocks, spec[dim]))
+  for blocks, axes in moving:
+    longest = None
+    for dim, length in enumerate(shape):
+      is_free = entries[dim] is None and length % blocks == 0
+      if is_free and (longest is None or length > shape[longest]):
+        longest = dim
+    if longest is not None:
+      entries[longest] = axes
   return NamedSharding(sharding.mesh, P(*entries))
 
 
@@ -94,22 +128,6 @@ def auto(sharding: Sharding) -> Sharding:
   return NamedSharding(mesh, sharding.spec)
 
 
-def _on_auto(x: Value) -> Value:
-  return on_mesh(x, auto(x.sharding)) if isinstance(x, Array) else x
-
-
-def on_mesh(x: Array, sharding: Sharding) -> Array:
-  """Returns `x` under an equivalent sharding, without moving anything.
-
-  Unlike `jax.device_put` it accepts arrays with shards in other processes.
-  """
-  if x.sharding == sharding or not isinstance(sharding, NamedSharding):
-    return x
-  return jax.make_array_from_single_device_arrays(
-    x.shape, sharding, [shard.data for shard in x.addressable_shards]
-  )
-
-
 def abstract(x: Value) -> Value:
   """Returns an array's shape, dtype and sharding; other values unchanged.
 
@@ -118,21 +136,10 @@ def abstract(x: Value) -> Value:
   """
   if not hasattr(x, 'dtype'):
     return x
-  is_free = isinstance(x, Array) and not x.committed
-  sharding = None if is_free else getattr(x, 'sharding', None)
+  sharding = of(x)
+  if isinstance(x, Array) and not x.committed:
+    sharding = None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def near(x: Value, like: Value) -> Value:
-  """Returns a saved array on the devices of `like`, NumPy's if that is one."""
-  if isinstance(like, np.ndarray):
-    return np.asarray(x)
-  sharding = getattr(like, 'sharding', None)
-  if not isinstance(x, Array) or sharding is None:
-    return x
-  if x.sharding.device_set == sharding.device_set:
-    return x
-  return jax.device_put(x, auto(fit_sharding(x.shape, sharding)))
 
 
 # The arrays that hold the same as a Python number. A step returns the count of
@@ -159,11 +166,13 @@ def as_array(x: Value, like: Value) -> Value:
 
 def place(x: Value, like: Value) -> Value:
   """Returns `x` as an array like `like`, on its devices."""
-  if not hasattr(like, 'dtype'):
+  if not hasattr(like, 'dtype'):  # a Python number
     return x.item() if hasattr(x, 'dtype') else x
   x = as_array(x, like)
   if isinstance(like, np.ndarray):
     return np.asarray(x)
   if isinstance(like, np.generic):
     return np.asarray(x)[()]
-  return jnp.asarray(x) if like.sharding is None else put(x, like.sharding)
+  if like.sharding is None:
+    return jnp.asarray(x)
+  return put(x, like.sharding)

@@ -8,49 +8,64 @@ import numpy as np
 from demo_optax.numerics import plain, prng
 
 
-def regroup(x: chex.Array, n: int) -> chex.Array:
-  """Returns `x [workers, ...]` for `n` workers, as `from_leaves` documents."""
-  old = x.shape[0]
-  if n == old:
+def regroup(x: chex.Array, num_workers: int) -> chex.Array:
+  """Returns `x [workers, ...]` for other workers; see `from_leaves`."""
+  former = len(x)
+  # Nothing is computed, so every bit stays.
+  if num_workers == former:
     return x
-  if n % old == 0 or not jnp.issubdtype(x.dtype, jnp.inexact):
-    x = x[np.argmax(weights(old, n), axis=1)]
-    if prng.is_key_array(x) and n > old:  # else several would have one key
-      return jax.vmap(prng.fold)(x, jnp.arange(n))
-    return x
-  if old % n == 0:
-    groups = x.reshape(n, old // n, *x.shape[1:])  # [workers, old ones, ...]
-    return groups.mean(axis=1)
+  of_workers = weights(former, num_workers)
+  has_mean = jnp.issubdtype(x.dtype, jnp.inexact)
+  if not has_mean or num_workers % former == 0:
+    # From the worker with the largest weight, the first among equals.
+    chosen = x[np.argmax(of_workers, axis=1)]
+    if prng.is_key_array(x) and num_workers > former:
+      # Else several workers would have one key.
+      return jax.vmap(prng.fold)(chosen, jnp.arange(num_workers))
+    return chosen
   wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
-  mixed = []
-  for row in weights(old, n):
+  of_workers = of_workers.astype(wide.dtype)
+  means = []
+  for row in of_workers:
+    total = jnp.zeros_like(wide[0])
     # Only weights that are not zero: 0 times NaN is NaN.
-    parts = [row[i].astype(wide.dtype) * wide[i] for i in np.flatnonzero(row)]
-    mixed.append(sum(parts[1:], parts[0]))
-  return jnp.stack(mixed).astype(x.dtype)
+    for worker in np.flatnonzero(row):
+      total += row[worker] * wide[worker]
+    means.append(total)
+  return jnp.stack(means).astype(x.dtype)
 
 
-def weights(old: int, new: int) -> np.ndarray:
-  """Returns the weights of old workers in new ones, float64 `[new, old]`.
+def weights(former: int, num_workers: int) -> np.ndarray:
+  """Returns former workers' weights in new ones, float64 `[new, former]`.
 
   >>> weights(3, 2) * 3
   array([[2., 1., 0.],
          [0., 1., 2.]])
   """
-  # In units of 1 / (old * new) all ends are integers.
-  i, j = np.arange(old)[None, :], np.arange(new)[:, None]
-  ends = np.minimum((j + 1) * old, (i + 1) * new)
-  return np.maximum(ends - np.maximum(j * old, i * new), 0) / old
+  # In units of 1 / (former * new) the ends of all parts are integers.
+  of_former = num_workers * np.arange(former + 1)[None, :]
+  of_new = former * np.arange(num_workers + 1)[:, None]
+  # The overlap of two parts: from the later start to the earlier stop.
+  stops = np.minimum(of_former[:, 1:], of_new[1:])
+  starts = np.maximum(of_former[:, :-1], of_new[:-1])
+  return np.maximum(stops - starts, 0) / former
 
 
-def regroup_owned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def regroup_owned(
+  x: jax.Array,
+  shape: tuple[int, ...],
+) -> jax.Array:
   """Returns owners' residuals, `[owners, *devices, chunks, n]`, as `shape`.
 
   Chunks keep the order of their owners; zeros pad the end.
   """
   owners, *devices, rows, n = shape
+  length = owners * rows
+  # [*devices, former owners, chunks, n]
+  by_device = jnp.moveaxis(x, 0, -3)
   # [*devices, chunks of all owners, n]
-  chunks = jnp.moveaxis(x, 0, -3).reshape(*devices, -1, n)
-  chunks = plain.pad_to(chunks[..., : owners * rows, :], owners * rows, axis=-2)
-  chunks = chunks.reshape(*devices, owners, rows, n)
-  return jnp.moveaxis(chunks, -3, 0)
+  chunks = by_device.reshape(*devices, -1, n)
+  chunks = plain.pad_to(chunks[..., :length, :], length, axis=-2)
+  # [*devices, owners, rows, n]
+  by_device = chunks.reshape(*devices, owners, rows, n)
+  return jnp.moveaxis(by_device, -3, 0)

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -14,10 +14,11 @@ import optax
 from optax import contrib
 
 from demo_optax import _checks, _tree
+from demo_optax._paths import Keys, Path, path_keys
 from demo_optax._per_worker import stays_finite
-from demo_optax.compressors.compressor import Compressor, CompressorTree
+from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
 from demo_optax.numerics import plain, platform
-from demo_optax.recipes.matrices import matrices
+from demo_optax.recipes.matrices import DimensionNumbersTree, matrices
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
 
@@ -30,121 +31,137 @@ _STACK = 2**24
 
 
 def scale_to_unit_rms(
-  weight_dimension_numbers: Any = None, min_rms: chex.Numeric = 0.0
+  weight_dimension_numbers: DimensionNumbersTree = None,
+  min_rms: chex.Numeric = 0.0,
 ) -> optax.GradientTransformation:
-  r"""Scales the update of every matrix to a root mean square of one.
+  r"""Scales every matrix's update to a root mean square of one.
 
   .. math:: u \leftarrow u / \max(\sqrt{\mathrm{mean}(u^2)}, \epsilon)
 
   Averaging orthonormal matrices shrinks them (more so when workers disagree),
   and sparsifying shrinks them again. After this link the learning rate alone
-  sets the length of a step, as in `Muon is Scalable for LLM Training
+  sets a step's length, as in `Muon is Scalable for LLM Training
   <https://arxiv.org/abs/2502.16982>`_, section 2.2. Zeros stay zeros.
 
   Args:
     weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`
       like the updates, or a function from them to one. A leaf with more axes is
       a stack of matrices, scaled one by one. None: every leaf is one matrix.
-    min_rms: :math:`\epsilon`; shorter updates stay shorter.
+    min_rms: :math:`\epsilon`; shorter updates stay shorter, as do those whose
+      squares vanish, below some 1e-19. Above 1e19, where squares overflow,
+      they become zero.
   """
   _checks.check_range('min_rms', min_rms, '[0, inf)')
 
-  def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+  def scale(
+    leaves: list[jax.Array],
+    axes: tuple[int, ...],
+  ) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""
+    dtype = _tree.momentum_dtype((), leaves[0])
+    wide = plain.joined([leaf.astype(dtype) for leaf in leaves])
+    rows = []
+    for leaf in wide:
+      # [..., 1, ...]
+      rows.append(jnp.mean(leaf * leaf, axes[-1:], keepdims=True))
+    # [leaves, ..., 1, 1, ...]
+    other_axes = tuple(axis + 1 for axis in axes[:-1])
+    squares = jnp.mean(jnp.stack(rows), other_axes, keepdims=True)
+    # Where squares vanish, not by zero.
+    least = jnp.finfo(dtype).tiny ** 0.5
+    rms = jnp.maximum(jnp.sqrt(squares), jnp.maximum(min_rms, least))
+    scaled = []
+    for given, leaf, length in zip(leaves, wide, rms):
+      scaled.append((leaf / length).astype(given.dtype))
+    return scaled
 
-    def over(reduce: Any, xs: list[jax.Array]) -> jax.Array:
-      rows = jnp.stack([reduce(x, axes[-1:], keepdims=True) for x in xs])
-      return reduce(rows, tuple(a + 1 for a in axes[:-1]), keepdims=True)
-
-    dtype = leaves[0].dtype
-    us = [u.astype(_tree.momentum_dtype((), u)) for u in leaves]
-    us = plain.joined(us)
-    # By the largest first: squares overflow and underflow before numbers do.
-    largest = over(jnp.max, list(map(jnp.abs, us)))
-    divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    us = [u / x for u, x in zip(us, divisor)]
-    mean = over(jnp.mean, list(map(jnp.square, us)))
-    # Not by zero, where all are.
-    least = jnp.maximum(min_rms, jnp.finfo(mean.dtype).tiny)
-    factor = divisor / jnp.maximum(divisor * jnp.sqrt(mean), least)
-    return [(u * x).astype(dtype) for u, x in zip(us, factor)]
-
-  def update_fn(updates: chex.ArrayTree, params: Any) -> chex.ArrayTree:
+  def update_fn(
+    updates: chex.ArrayTree,
+    params: chex.ArrayTree | None,
+  ) -> chex.ArrayTree:
+    del params
     leaves, treedef = jax.tree.flatten(updates)
-    found: Any = [None] * len(leaves)
+    dimensions: Sequence[contrib.MuonDimensionNumbers | None]
+    dimensions = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      found = matrices(
-        updates, weight_dimension_numbers, 'weight_dimension_numbers'
-      ).values()
-    groups = collections.defaultdict(list)
-    for i, (u, d) in enumerate(zip(leaves, found)):
-      if _tree.is_exchanged(u):
-        axes = tuple(range(u.ndim)) if d is None else (*d[0], *d[1])
-        groups[jax.typeof(u), axes].append(i)
-    for (_, axes), group in groups.items():
-      for i, u in zip(group, scale([leaves[i] for i in group], axes)):
-        leaves[i] = u
+      name = 'weight_dimension_numbers'
+      by_path = matrices(updates, weight_dimension_numbers, name)
+      dimensions = [*by_path.values()]
+    alike = collections.defaultdict(list)
+    for number, (leaf, sides) in enumerate(zip(leaves, dimensions)):
+      if not _tree.is_exchanged(leaf):
+        continue
+      axes = tuple(range(leaf.ndim))
+      if sides is not None:
+        axes = *sides[0], *sides[1]
+      alike[jax.typeof(leaf), axes].append(number)
+    for (_, axes), members in alike.items():
+      scaled = scale([leaves[number] for number in members], axes)
+      for number, leaf in zip(members, scaled):
+        leaves[number] = leaf
     return treedef.unflatten(leaves)
 
   return optax.stateless(update_fn)
 
 
-def muon_rms(
-  shape: tuple[int, ...],
-  dimensions: contrib.MuonDimensionNumbers,
-  compressor: Compressor | None,
+def scale_to_muon(
+  dimensions: Mapping[Keys, contrib.MuonDimensionNumbers | None],
+  compressors: Mapping[Keys, Compressor | Frozen | None],
   decay: chex.Numeric,
   consistent_rms: chex.Numeric | None,
-) -> chex.Numeric:
-  """Returns the root mean square of a matrix's updates at a rate of one.
+) -> optax.GradientTransformation:
+  """Scales matrices as Muon's updates at a rate of one.
 
-  That of `optax.contrib.muon` is `1 / sqrt(max(fan_in, fan_out))` of an
-  orthonormal matrix, times `sqrt(max(1, fan_out / fan_in))`, or times
+  The root mean square of `optax.contrib.muon` is
+  `1 / sqrt(max(fan_in, fan_out))` of an orthonormal matrix, times
+  `sqrt(max(1, fan_out / fan_in))`, or times
   `sqrt(max(fan_in, fan_out)) * consistent_rms`.
 
-  If a share `s` of the coefficients is sent, each waits in the residual for
-  about `t = 1 / (1 - decay (1 - s))` steps. In `t` steps the similar updates of
-  Muon move `t` times as far as one. Those of the exchange, which have different
+  If a share `s` is sent, a coefficient waits in the residual for about
+  `t = 1 / (1 - decay (1 - s))` steps. In `t` steps Muon's similar updates move
+  `t` times as far as one. Those of the exchange, which have different
   coefficients, move `sqrt(t)` times as far, and are made that much longer.
+
+  Axes and compressors are given for all leaves, by path.
   """
-  share = 1.0
-  if compressor is not None:
-    form = compressor.chunks(shape, 'float32').format
-    share = form.k / form.n
-  rms = consistent_rms
-  if rms is None:
-    rms = math.prod(shape[a] for a in dimensions.reduction_axis) ** -0.5
-  return rms * (1 - decay * (1 - share)) ** -0.5
 
-
-def scale_each(
-  factors: Callable[..., chex.ArrayTree],
-) -> optax.GradientTransformation:
-  """Multiplies each update by its own number."""
-
-  def scale(update: jax.Array, factor: chex.Numeric) -> jax.Array:
-    return update * jnp.asarray(factor, update.dtype)
+  def scale(path: Path, update: jax.Array) -> jax.Array:
+    keys, shape = path_keys(path), update.shape
+    axes, compressor = dimensions[keys], compressors[keys]
+    assert axes is not None
+    share = 1.0
+    if isinstance(compressor, Compressor):
+      sent = compressor.chunks(shape, 'float32').format
+      share = sent.k / sent.n
+    rms = consistent_rms
+    if rms is None:
+      rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
+    rms *= (1 - decay * (1 - share)) ** -0.5
+    return update * jnp.asarray(rms, update.dtype)
 
   return optax.stateless(
-    lambda updates, _: jax.tree.map(scale, updates, factors(updates))
+    lambda updates, _: jax.tree_util.tree_map_with_path(scale, updates)
   )
 
 
 def lost_unless_finite(
-  weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule | None
-) -> optax.ScalarOrSchedule:
+  weight: optax.ScalarOrSchedule,
+  *hyperparams: optax.ScalarOrSchedule | None,
+) -> optax.Schedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
   Every worker is then excluded: neither momentum nor parameters change.
   """
-  traced = [x for x in hyperparams if not isinstance(x, int | float | None)]
-  if not traced:
-    return weight
 
   def weight_at(count: chex.Numeric) -> chex.Numeric:
-    value, *values = (x(count) if callable(x) else x for x in (weight, *traced))
-    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
-    return jnp.where(finite, value, jnp.nan)
+    values = []
+    for value in (weight, *hyperparams):
+      if callable(value):
+        values.append(value(count))
+      elif value is not None:
+        values.append(value)
+    finite = [jnp.isfinite(value).all() for value in values]
+    return jnp.where(jnp.stack(finite).all(), values[0], jnp.nan)
 
   return weight_at
 
@@ -182,7 +199,9 @@ def own_muon(
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
-    updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
+    updates: chex.ArrayTree,
+    state: OwnMuonState,
+    params: Any = None,
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     leaves, treedef = jax.tree.flatten(updates)
     mu = treedef.flatten_up_to(state.mu)
@@ -323,63 +342,66 @@ def chain(
   )
 
   def update_fn(
-    updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
-  ) -> tuple[Any, optax.MaskedState]:
+    updates: chex.ArrayTree,
+    state: optax.MaskedState,
+    params: chex.ArrayTree | None = None,
+    **extra: Any,
+  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
     params, like = checks.params_and_like(updates, params, workers)
     for exchange in _exchanges(state):
       # Before any link takes its state for one of these parameters.
       check_layout(exchange, like, compressor, workers)
     with platform.running_on(platform.of(workers.mesh)):
       updates, after = masked.update(updates, state, params, **extra)
-      if params is None:
-        updates = optax.tree.cast_like(updates, like)
-      updates = jax.tree.map(
-        lambda u, x: u if _tree.is_exchanged(x) else jnp.zeros_like(x),
-        updates,
-        like,
-      )
-      leaves, treedef = jax.tree.flatten(updates)
-      updates = treedef.unflatten(plain.joined(leaves))
-      for exchange in _exchanges(after):
-        # By where, not by a product: a decay that is not finite would stay.
-        someone = exchange.metrics['num_excluded'] < workers.count
-        updates = _settle(updates, exchange, someone)
-        after = _keep(state, after, someone)
-      return updates, after
+    if params is None:
+      updates = optax.tree.cast_like(updates, like)
+    frozen: set[Keys] = set()
+    someone = jnp.bool(True)
+    for exchange in _exchanges(after):
+      leaves = exchange.layout.layout.leaves
+      frozen |= {leaf.keys for leaf in leaves if leaf.is_frozen}
+      someone = exchange.metrics['num_excluded'] < workers.count
+      after = _keep(state, after, someone)
+
+    def settle(
+      path: Path,
+      update: jax.Array,
+      x: jax.Array,
+    ) -> jax.Array:
+      if path_keys(path) in frozen or not _tree.is_exchanged(x):
+        return jnp.zeros_like(x)
+      # By where, not by a product: a decay that is not finite would stay.
+      return jnp.where(someone, update, jnp.zeros_like(update))
+
+    updates = jax.tree_util.tree_map_with_path(settle, updates, like)
+    settled, treedef = jax.tree.flatten(updates)
+    with platform.running_on(platform.of(workers.mesh)):
+      updates = treedef.unflatten(plain.joined(settled))
+    return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
 def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
-  """Returns the states of the exchanges in a chain."""
-  return [x for x in state.inner_state if isinstance(x, DeMoState)]
+  """Returns the exchanges' states in a chain."""
+  return [link for link in state.inner_state if isinstance(link, DeMoState)]
 
 
-def _settle(updates: Any, exchange: DeMoState, someone: jax.Array) -> Any:
-  """Returns updates with zeros for frozen leaves, for all without workers."""
-  leaves = iter(exchange.layout.layout.leaves)  # of what is exchanged
-
-  def settle(update: jax.Array) -> jax.Array:
-    zero = jnp.zeros_like(update)
-    if not _tree.is_exchanged(update) or next(leaves).is_frozen:
-      return zero
-    return jnp.where(someone, update, zero)
-
-  return jax.tree.map(settle, updates)
-
-
-def _keep(state: Any, after: Any, someone: jax.Array) -> Any:
-  """Returns a new state, with the moments of the old one without workers."""
+def _keep(
+  state: chex.ArrayTree,
+  after: chex.ArrayTree,
+  someone: jax.Array,
+) -> chex.ArrayTree:
+  """Returns a new state, with the old moments without workers."""
 
   # By their fields: optax does not export the types of all.
-  def is_kept(x: Any) -> bool:
+  def is_kept(x: object) -> bool:
     return hasattr(x, 'nu') or hasattr(x, 'previous_gradient')
 
-  return jax.tree.map(
-    lambda old, new: (
-      optax.tree.where(someone, new, old) if is_kept(new) else new
-    ),
-    state,
-    after,
-    is_leaf=is_kept,
-  )
+  def keep(
+    old: chex.ArrayTree,
+    new: chex.ArrayTree,
+  ) -> chex.ArrayTree:
+    return optax.tree.where(someone, new, old) if is_kept(new) else new
+
+  return jax.tree.map(keep, state, after, is_leaf=is_kept)

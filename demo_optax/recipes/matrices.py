@@ -1,5 +1,6 @@
 """Infers which leaves are matrices for Muon, and along which axes."""
 
+import functools
 import math
 import re
 import warnings
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, dotted, leaves_of, path_keys
+from demo_optax._paths import Keys, Path, dotted, leaves_of, path_keys
 from demo_optax.compressors.compressor import broadcast
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
@@ -39,7 +40,7 @@ _CONTAINERS = frozenset(
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, inferred from their paths and shapes.
 
-  A matrix is the last two dimensions of a leaf; leading dimensions stack
+  A matrix is a leaf's last two dimensions; leading dimensions stack
   matrices, such as scanned layers or experts. A leaf is no matrix if it has
   fewer than two dimensions or a side of one. Nor is it one by its own name or
   its parent's, without indices and containers (`layers`):
@@ -82,18 +83,16 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
       " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
   axes = []
-  for found in _inferred(params).values():
-    axes.append(None if isinstance(found, str) else found)
+  for inferred in _inferred(params).values():
+    is_matrix = isinstance(inferred, MuonDimensionNumbers)
+    axes.append(inferred if is_matrix else None)
   return jax.tree.structure(params).unflatten(axes)
 
 
-def describe_matrices(
-  params: chex.ArrayTree,
-  muon_weight_dimension_numbers: DimensionNumbersTree = None,
-) -> str:
+def describe_matrices(params: chex.ArrayTree) -> str:
   """Returns a line for each leaf: its axes as a matrix, or a reason.
 
-  Arguments are those of `demo_muon`. Parameters may be shapes.
+  They are those of `muon_dimension_numbers`. Parameters may be shapes.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -103,33 +102,33 @@ def describe_matrices(
     embedder.weight                (256, 64)        no matrix: embedder
     layers.up                      (12, 64, 256)    (1,) x (2,)
   """
-  by_path: Mapping[Keys, MuonDimensionNumbers | str | None] = _inferred(params)
-  if muon_weight_dimension_numbers is not None:
-    by_path = matrices(params, muon_weight_dimension_numbers)
+  inferred = _inferred(params)
   lines = []
-  for keys, x in leaves_of(params):
-    found = by_path[keys]
-    said = f'no matrix: {found}'
-    if isinstance(found, MuonDimensionNumbers):
-      said = ' x '.join(map(str, found))
-    lines.append(f'{dotted(keys):30} {jnp.shape(x)!s:16} {said}')
+  for keys, leaf in leaves_of(params):
+    axes = inferred[keys]
+    described = f'no matrix: {axes}'
+    if isinstance(axes, MuonDimensionNumbers):
+      described = ' x '.join(map(str, axes))
+    lines.append(f'{dotted(keys):30} {jnp.shape(leaf)!s:16} {described}')
   return '\n'.join(lines)
 
 
 def _inferred(params: chex.ArrayTree) -> dict[Keys, MuonDimensionNumbers | str]:
-  """Returns the axes of matrices, or why a leaf has no such axes, by path."""
-  shapes = {keys: jnp.shape(x) for keys, x in leaves_of(params)}
+  """Returns matrices' axes, or why a leaf has no such axes, by path."""
+  shapes = {keys: jnp.shape(leaf) for keys, leaf in leaves_of(params)}
   return {keys: _infer(keys, shapes) for keys in shapes}
 
 
 def _infer(
-  keys: Keys, shapes: Mapping[Keys, tuple[int, ...]]
+  keys: Keys,
+  shapes: Mapping[Keys, tuple[int, ...]],
 ) -> MuonDimensionNumbers | str:
-  """Returns the axes of a matrix, or a reason why there are no such axes."""
+  """Returns a matrix's axes, or a reason why there are no such axes."""
   shape = shapes[keys]
   ndim = len(shape)
   if ndim < 2:
     return 'fewer than two dimensions'
+  # Other ancestors say where a module is, not what it does.
   parent, name = ('', '', *_names(keys))[-2:]
   if name.rstrip('0123456789_') == 'b' or _ARRAYS.search(_words(name)):
     return name
@@ -140,6 +139,7 @@ def _infer(
   inputs: tuple[int, ...] = (left,)
   outputs: tuple[int, ...] = (right,)
   if ndim > 2 and name in ('kernel', 'w', 'weight', ''):
+    # Flax keeps heads apart: `[in, heads, size]`, `[heads, size, out]`.
     query = shapes.get((*keys[:-2], 'query', name), ())
     if parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
       inputs, outputs = (stack[-1],), (left, right)
@@ -149,6 +149,7 @@ def _infer(
       inputs = (*stack, left)
       if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
         inputs, outputs = tuple(range(1, ndim)), (0,)
+  # A vector in disguise has no singular values to equalise.
   for side in (inputs, outputs):
     if math.prod(shape[axis] for axis in side) == 1:
       return 'a side of one'
@@ -166,19 +167,23 @@ def _names(keys: Keys) -> list[str]:
 
 
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:
-  """Returns whether a shape is probably that of a convolution's kernel.
+  """Returns whether a shape is probably a convolution's kernel.
 
   Stacks of stacks rarely have two equal sides of 3, 5 or 7, or as few inputs as
   an image has channels.
   """
   if len(shape) != 4:
     return False
-  *window, inputs = (*shape[2:], shape[1]) if name == 'weight' else shape[:3]
-  return window[0] == window[1] and (window[0] in (3, 5, 7) or inputs <= 4)
+  *window, inputs = shape[:3]
+  if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
+    *window, inputs = *shape[2:], shape[1]
+  if window[0] != window[1]:
+    return False
+  return window[0] in (3, 5, 7) or inputs <= 4
 
 
 def _words(name: str) -> str:
-  """Returns the words of a name.
+  """Returns the words in a name.
 
   >>> _words('LMHead_0'), _words('wte2'), _words('MultiHeadAttention')
   ('lm head', 'wte', 'multi head attention')
@@ -192,34 +197,34 @@ def matrices(
   given: DimensionNumbersTree,
   argument: str = 'muon_weight_dimension_numbers',
 ) -> dict[Keys, MuonDimensionNumbers | None]:
-  """Returns the axes of all leaves, given or inferred, by path.
+  """Returns all leaves' axes, given or inferred, by path.
 
   Both sides are tuples, counted from the first axis. Made once from all
-  parameters, since transformations may see a part of them.
+  parameters, since transformations may see only a part.
   """
   if given is None:
     _warn_of_unnamed(params)
     given = muon_dimension_numbers
   if _tree.is_function(given):
     given = given(params)
-  prefix = broadcast(
-    given,
-    params,
-    argument,
-    lambda x: x is None or isinstance(x, MuonDimensionNumbers),
-  )
-  found = {}
-  for (keys, x), axes in zip(leaves_of(params), prefix):
-    found[keys] = _checked(axes, jnp.shape(x), argument, dotted(keys))
-  return found
+
+  def is_leaf(x: object) -> bool:
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+  # An entry may stand for a subtree.
+  prefix = broadcast(given, params, argument, is_leaf)
+  by_path = {}
+  for (keys, leaf), axes in zip(leaves_of(params), prefix):
+    by_path[keys] = _checked(axes, jnp.shape(leaf), argument, dotted(keys))
+  return by_path
 
 
 def _warn_of_unnamed(params: chex.ArrayTree) -> None:
-  """Warns of leaves of which only the shape is known, as in a list."""
+  """Warns about leaves without names, as in a list."""
   unnamed = []
   lines = describe_matrices(params).splitlines()
-  for (keys, x), line in zip(leaves_of(params), lines):
-    if jnp.ndim(x) > 1 and not _words(dotted(keys)):
+  for (keys, leaf), line in zip(leaves_of(params), lines):
+    if jnp.ndim(leaf) > 1 and not _words(dotted(keys)):
       unnamed.append(line)
   if unnamed:
     shown = '\n'.join(unnamed[:8])
@@ -232,14 +237,20 @@ def _warn_of_unnamed(params: chex.ArrayTree) -> None:
 
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
-  """Returns a function that puts values by path into a tree of some leaves."""
-  return lambda tree: jax.tree_util.tree_map_with_path(
-    lambda path, _: values[path_keys(path)], tree
-  )
+  """Returns a function that makes a tree by path, for some leaves."""
+
+  def value_of(path: Path, leaf: chex.Numeric) -> Any:
+    del leaf
+    return values[path_keys(path)]
+
+  return functools.partial(jax.tree_util.tree_map_with_path, value_of)
 
 
 def _checked(
-  given: object, shape: tuple[int, ...], argument: str, name: str
+  given: object,
+  shape: tuple[int, ...],
+  argument: str,
+  name: str,
 ) -> MuonDimensionNumbers | None:
   """Returns a matrix's axes from 0; raises unless the leaf has them."""
   if given is None:

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import leaves_of
+from demo_optax._paths import Keys
 from demo_optax._per_worker import of_each, per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -36,32 +38,51 @@ def demo(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DeMo as published, first version: signs, the rate in the momentum.
 
-  The exchange of `scale_by_demo` with :math:`w = \eta_t`, then
+  It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
+  and `optax.scale_by_learning_rate`, masked to the exchanged leaves. For other
+  options write that chain.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo(1e-3, workers=workers)
+    >>> params = {'w': jnp.zeros((8, 8))}
+    >>> gradients = {'w': jnp.ones((2, 8, 8))}
+    >>> updates, _ = tx.update(gradients, tx.init(params), params)
+    >>> print(updates['w'].min(), updates['w'].max())
+    -0.001 -0.001
+
+  The exchange has the weight :math:`w = \eta_t`; then
 
   .. math::
     x \leftarrow x - \eta_t \lambda x - \eta_t\, \mathrm{sign}(u)
 
-  It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
-  and `optax.scale_by_learning_rate`, masked to the exchanged leaves. A step
-  that excludes every worker does not change the parameters, not even by weight
-  decay. For other options write that chain. `data_parallel` has an example.
+  A step that excludes every worker does not change the parameters, not even by
+  weight decay.
 
   Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    learning_rate: :math:`\eta_t`, a number or a schedule.
     workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` need less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: as in `optax.add_decayed_weights`.
-    exchange: as in `scale_by_demo`. Only signs of updates matter:
+    exchange: as in `scale_by_demo`. Only updates' signs matter:
       `'all_to_all'` and `'auto'` change no bit of the parameters.
+
+  Raises:
+    ValueError: a hyperparameter out of range, and as `scale_by_demo`.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  descent = _descent(learning_rate, weight_decay, mask=weight_decay_mask)
+  descent = _descent(
+    learning_rate,
+    weight_decay,
+    mask=weight_decay_mask,
+  )
   return links.chain(
     workers,
     compressor,
@@ -85,17 +106,33 @@ def muon_compressors(
   *,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
-  """Returns the default compressors of `demo_muon`, a tree like `params`.
+  """Returns `demo_muon`'s default compressors, a tree like `params`.
 
-  Matrices send the `topk` largest coefficients of chunks of 64x64, each of one
-  matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
-  every row of up to 192. All send signs with a scale.
+  Matrices send the largest coefficients in chunks of 64x64, other leaves those
+  in every row of up to 192. All send signs with a scale.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> params = {'up': jnp.zeros((64, 64)), 'norm': jnp.zeros(64)}
+    >>> found = demo_optax.recipes.muon_compressors(params, topk=32)
+    >>> found['up'].select.k, found['norm'].select.k
+    (32, 8)
+
+  Args:
+    params: parameters, or their shapes.
+    topk: coefficients in a chunk, in proportion for smaller ones. No chunk has
+      parts from two matrices.
+    row_topk: coefficients in a row.
+    muon_weight_dimension_numbers: as in `demo_muon`.
   """
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
   other = compressors.dct_topk(
-    (1, 192), row_topk, values='sign', proportional=False
+    (1, 192),
+    row_topk,
+    values='sign',
+    proportional=False,
   )
 
   def compressor_of(dimensions: Any) -> compressors.Compressor:
@@ -127,6 +164,16 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
+  It chains `per_worker` around Muon, `scale_by_demo`, `scale_to_unit_rms` with
+  a scale (`optax.scale_by_rms` for leaves that are no matrices),
+  `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo_muon(2e-2, workers=workers)
+    >>> state = tx.init({'up': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)})
+
   For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
   :math:`b_i` and residual :math:`m_i`:
 
@@ -139,73 +186,133 @@ def demo_muon(
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, r\, u / \mathrm{rms}(u)
 
-  Where everything is sent, updates are as long as those of
-  `optax.contrib.muon`: their root mean square :math:`r` is
-  :math:`1 / \sqrt{\mathrm{fan\_in}}`, or `consistent_rms`. Where a share
-  :math:`s` of the coefficients is sent and the others wait, it is that divided
-  by :math:`\sqrt{1 - \delta (1 - s)}`.
-
-  Both terms inside NewtonSchulz are corrected for a momentum that starts at
-  zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
-  workers, including those that did not send a coefficient. Leaves that are not
-  matrices skip Newton-Schulz; `optax.scale_by_rms` follows their exchange.
-
-  It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
-  scale or `optax.scale_by_rms`, `optax.add_decayed_weights` and
-  `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
-  matrix and one of every other leaf, whose second moments all workers share.
+  The average is over valid workers; for :math:`r` see `links.scale_to_muon`.
 
   Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step: that of
-      `optax.contrib.muon`.
+    learning_rate: :math:`\eta_t`, as for `optax.contrib.muon`; start at 2e-2.
     workers: as in `scale_by_demo`.
-    compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
-      tree, `None` averages a leaf uncompressed.
-    decay: :math:`\delta` of the residual, in `[0, 1)`.
-    beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
-    mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
-      bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
-    other_learning_rate: of leaves that are not matrices, by default
-      `learning_rate`.
-    other_weight_decay: :math:`\lambda` of leaves that are not matrices.
-    weight_decay: :math:`\lambda` of matrices, decoupled.
-    muon_weight_dimension_numbers: the axes of matrices: a tree like the
-      parameters, as in `optax.contrib.muon`, or a function from them to one; by
-      default `muon_dimension_numbers`. `describe_matrices` prints them. Pass
-      the same to `muon_compressors`.
-    consistent_rms: as in `optax.contrib.muon`: None for rates that fit every
-      width, 0.2 for rates of AdamW.
+    compressor: as there; by default `muon_compressors(params)`.
+    decay: :math:`\delta`, in `[0, 1)`.
+    beta: :math:`\beta`, in `[0, 1)`.
+    mu_dtype: for :math:`b_i`, float32 by default.
+    other_learning_rate: for other leaves, by default `learning_rate`.
+    other_weight_decay: :math:`\lambda` for other leaves.
+    weight_decay: :math:`\lambda` for matrices.
+    muon_weight_dimension_numbers: matrices' axes, as in `optax.contrib.muon`;
+      by default `muon_dimension_numbers`.
+    consistent_rms: as in `optax.contrib.muon`: 0.2 for AdamW's rates.
     exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`.
-    delayed: whether matrices that are compressed are exchanged one step late,
-      beside the forward and backward pass, see `scale_by_demo`. Their updates
-      become :math:`2 u_t - u_{t-1}` (`optax.scale_by_optimistic_gradient`, one
-      more array of the size of a matrix): the last update predicts the missing
-      one, and is repaired when that is known. Other leaves go at once, in a
-      separate message.
+    update_values: as there.
+    delayed: whether matrices are exchanged one step late, and move by
+      :math:`2 u_t - u_{t-1}`.
 
-  Note:
-    Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
-    expert without tokens), it sends only its residual.
-    Without any gradient a matrix moves for some 80 more steps.
-    A worker is excluded, and keeps both momenta, if its gradient is not finite
-    or so large (some 1e13) that its squares overflow. Undo loss scaling
-    before. If every worker is excluded, or a hyperparameter is not finite,
-    parameters do not change, nor do leaves with `compressors.FROZEN`. With
-    `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
-    schedules in its `static_args`.
+  Raises:
+    ValueError, TypeError: a hyperparameter out of range.
 
   References:
-    Jordan et al., `Muon: An optimizer for hidden layers in neural networks
-    <https://kellerjordan.github.io/posts/muon>`_, 2024.
+    Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024.
 
     Zmushko et al., `One-Step Gradient Delay is Not a Barrier
-    <https://arxiv.org/abs/2606.30634>`_, 2026, on `delayed`.
+    <https://arxiv.org/abs/2606.30634>`_, 2026.
   """
-  descent = _descent(learning_rate, weight_decay)
+  _check_muon(decay, beta, mu_dtype, consistent_rms)
   if other_learning_rate is None:
     other_learning_rate = learning_rate
-  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+  gradient_weight = links.lost_unless_finite(
+    1 - decay,
+    learning_rate,
+    other_learning_rate,
+    weight_decay,
+    other_weight_decay,
+    consistent_rms,
+  )
+  exchange_by = functools.partial(
+    scale_by_demo,
+    decay=decay,
+    workers=workers,
+    average='workers',
+    exchange=exchange,
+    update_values=update_values,
+    gradient_weight=gradient_weight,
+  )
+  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
+  descent = _descent(learning_rate, weight_decay)
+  other_descent = _descent(
+    other_learning_rate,
+    other_weight_decay,
+    'other_',
+  )
+
+  def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
+    """Returns the chain for these parameters, whose names sort the leaves."""
+    axes, codes = _sorted(
+      params,
+      compressor,
+      muon_weight_dimension_numbers,
+    )
+    labels = {path: _label(axes[path], codes[path]) for path in axes}
+    # Frozen matrices need no momentum.
+    is_moved = {path: label != 'frozen' for path, label in labels.items()}
+    axes_tree, sent = matrices.tree_of(axes), matrices.tree_of(codes)
+    own = links.own_muon(beta, mu_dtype, axes_tree, workers)
+    own = optax.masked(own, matrices.tree_of(is_moved))
+    # Sparse updates are shorter than what was orthonormalised.
+    to_size = optax.chain(
+      links.scale_to_unit_rms(axes_tree, _MIN_RMS),
+      links.scale_to_muon(axes, codes, decay, consistent_rms),
+    )
+    # Of a late update the last one predicts what is missing.
+    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
+    after = optax.partition(
+      {
+        'matrix': optax.chain(to_size, *ahead, *descent),
+        'averaged': optax.chain(to_size, *descent),
+        'other': optax.chain(_SECOND_MOMENT, *other_descent),
+        'frozen': optax.set_to_zero(),
+      },
+      matrices.tree_of(labels),
+    )
+    if not delayed:
+      own = of_each(own, workers)
+      return links.chain(
+        workers,
+        sent,
+        own,
+        exchange_by(sent),
+        after,
+      )
+    # Of two exchanges each must see that a worker is excluded.
+    own = per_worker(own, workers=workers)
+    late, at_once = exchange_by(sent, delayed=True), exchange_by(sent)
+    parts = {
+      'matrix': links.chain(workers, sent, late, after),
+      'at once': links.chain(workers, sent, at_once, after),
+    }
+    times = dict.fromkeys(labels, 'at once')
+    for path, label in labels.items():
+      if label in parts:
+        times[path] = label
+    by_time = optax.partition(parts, matrices.tree_of(times))
+    return links.chain(workers, sent, own, by_time)
+
+  return _made_from_params(chain_for, workers)
+
+
+# Without a first moment, which would be a third copy of its leaves.
+_SECOND_MOMENT = optax.scale_by_rms(
+  0.95,
+  eps=1e-8,
+  eps_in_sqrt=False,
+  bias_correction=True,
+)
+
+
+def _check_muon(
+  decay: chex.Numeric,
+  beta: chex.Numeric,
+  mu_dtype: chex.ArrayDType | None,
+  consistent_rms: chex.Numeric | None,
+) -> None:
   _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
   if consistent_rms is not None:
@@ -215,104 +322,60 @@ def demo_muon(
       f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
       ' jnp.bfloat16.'
     )
-  exchange_by = functools.partial(
-    scale_by_demo,
-    decay=decay,
-    workers=workers,
-    average='workers',
-    exchange=exchange,
-    update_values=update_values,
-    gradient_weight=links.lost_unless_finite(
-      1 - decay,
-      learning_rate,
-      other_learning_rate,
-      weight_decay,
-      other_weight_decay,
-      consistent_rms,
-    ),
-  )
-  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
 
-  def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the chain for these parameters, whose names sort the leaves."""
-    found = matrices.matrices(params, muon_weight_dimension_numbers)
-    axes = matrices.tree_of(found)
-    sent = compressor
-    if compressor is None:
-      sent = muon_compressors(params, muon_weight_dimension_numbers=axes)
-    elif _tree.is_function(compressor):
-      # Called once, with all leaves: `scale_by_demo` sees those exchanged.
-      sent = compressor(params)
-    codes = per_leaf(sent, params)
-    labels, sizes, times, code_of = {}, {}, {}, {}
-    for (path, x), code in zip(leaves_of(params), codes):
-      code_of[path] = code
-      labels[path] = 'other' if found[path] is None else 'muon'
-      is_late = found[path] is not None and code is not None
-      times[path] = 'late' if is_late else 'at once'
-      if isinstance(code, Frozen):
-        labels[path] = 'frozen'
-      elif found[path] is not None:
-        sizes[path] = links.muon_rms(
-          jnp.shape(x), found[path], code, decay, consistent_rms
-        )
 
-    def by_label(
-      muon: optax.GradientTransformation, other: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-      parts = {'muon': muon, 'other': other, 'frozen': optax.set_to_zero()}
-      return optax.partition(parts, matrices.tree_of(labels))
-
-    muon = links.own_muon(beta, mu_dtype, axes, workers)
-    moves = {path: label != 'frozen' for path, label in labels.items()}
-    muon = optax.masked(muon, matrices.tree_of(moves))
-    # Without a first moment, which would be a third copy of its leaves.
-    scale = optax.scale_by_rms(
-      0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
+def _sorted(
+  params: chex.ArrayTree,
+  compressor: CompressorTree,
+  dimension_numbers: DimensionNumbersTree,
+) -> tuple[dict[Keys, Any], dict[Keys, Any]]:
+  """Returns axes and compressors by path: links may see a part of them."""
+  axes = matrices.matrices(params, dimension_numbers)
+  if compressor is None:
+    compressor = muon_compressors(
+      params, muon_weight_dimension_numbers=matrices.tree_of(axes)
     )
-    unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
-    to_size = links.scale_each(matrices.tree_of(sizes))
+  return axes, dict(zip(axes, per_leaf(compressor, params)))
 
-    def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
-      # Predicts the missing update by the last one.
-      ahead = [optax.scale_by_optimistic_gradient()] if late else []
-      return [
-        exchange_by(sent, delayed=late),
-        by_label(
-          optax.chain(unit_rms, to_size, *ahead, *descent),
-          optax.chain(scale, *other_descent),
-        ),
-      ]
 
-    if not delayed:
-      own = of_each(muon, workers)
-      return links.chain(workers, sent, own, *exchanged(sent, late=False))
-    # Of several exchanges each must see that a worker is excluded.
-    own = per_worker(muon, workers=workers)
-    of_part = matrices.tree_of(code_of)
-    parts = {}
-    for name in ('late', 'at once'):
-      part = exchanged(of_part, late=name == 'late')
-      parts[name] = links.chain(workers, of_part, *part)
-    of_time = optax.partition(parts, matrices.tree_of(times))
-    return links.chain(workers, sent, own, of_time)
+def _label(
+  axes: MuonDimensionNumbers | None,
+  code: compressors.Compressor | Frozen | None,
+) -> str:
+  """Returns which links of `demo_muon` are for a leaf."""
+  if isinstance(code, Frozen):
+    return 'frozen'
+  if axes is None:
+    return 'other'
+  return 'averaged' if code is None else 'matrix'
 
-  def init_fn(params: chex.ArrayTree) -> Any:
+
+def _made_from_params(
+  make: Callable[[chex.ArrayTree], optax.GradientTransformation],
+  workers: Workers,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation that is made again from the parameters."""
+
+  def init_fn(params: chex.ArrayTree) -> optax.OptState:
     # All links have states in the momentum's dtype.
     wide = _tree.map_wide(jnp.zeros_like, params)
-    return chain_for(_tree.without_variables(params)).init(wide)
+    return make(_tree.without_variables(params)).init(wide)
 
   def update(
-    updates: Any, state: Any, params: Any, **extra_args: Any
-  ) -> tuple[Any, Any]:
+    updates: chex.ArrayTree,
+    state: optax.OptState,
+    params: chex.ArrayTree | None,
+    **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, optax.OptState]:
     _, like = checks.params_and_like(updates, params, workers)
-    chain = chain_for(like)
+    made = optax.with_extra_args_support(make(like))
     # optax raises a float to an integer count.
     with jax.numpy_dtype_promotion('standard'):
-      return chain.update(updates, state, params, **extra_args)
+      return made.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(
-    init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn,
+    functools.partial(_tree.update_without_variables, update),
   )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import struct
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # From a worker: who it is, what it exchanges (see `described`), and its last
@@ -22,17 +23,15 @@ LISTEN = 3
 # The part `number` of the shared state, for workers that join; answered by the
 # header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state; answered by it, or by a header alone.
+# A request for a part of that state, with the chain of the state that was taken
+# before: it was damaged, or did not help. Answered by a header, and the part.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6
 
-# From the relay: the run has begun; its open round, and the relay's `LIMITS`.
+# From the relay: the run has begun. `number` is the most bytes of a message.
 WELCOME = 11
-# The list of a round: a byte for each worker, 1 if it took part, then messages.
-# `number` is the round that is open now, negative if a state is wanted: workers
-# compare theirs in the next training step, and the first one of the majority
-# sends its own.
+# The list of a round, see `packed`. `number` is the round that is open now.
 LIST = 12
 # A message of this round was lost: send it again.
 AGAIN = 13
@@ -44,12 +43,17 @@ GONE = 15
 REFUSED = 16
 
 CHAIN = 16  # bytes
-LIMITS = struct.Struct('<q')  # most bytes of a message
 PART = 1 << 20  # bytes in a part of a state
 MAX_WORKERS = 2**16 - 1
+
+# What workers do in the next training step, by the last byte of a list.
+NOTHING = 0
+COMPARE = 1  # their states
+SEND = 2  # as well, the first one of the majority: its state, which is wanted
+
 # In place of a rank: a program that takes part in no round, see `follow`.
 FOLLOWER = 2**16 - 1
-_MAGIC = b'DEM2'
+_MAGIC = b'DEM3'
 _HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
 
 
@@ -85,13 +89,32 @@ def digest(*parts: bytes | memoryview) -> bytes:
   return found.digest()
 
 
-def described(text: bytes) -> dict[str, str] | None:
-  """Returns what a worker exchanges, by name, or None for other text."""
-  try:
-    found = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  return found if isinstance(found, dict) else None
+def packed(messages: Sequence[bytes], then: int) -> tuple[bytes, ...]:
+  """Returns a list: a byte for each worker, and what follows; then messages.
+
+  The byte is 1 for a worker that took part. `then` is for the next step.
+  """
+  return bytes([*map(bool, messages), then]), *filter(None, messages)
+
+
+def unpacked(closed: Sequence[bytes]) -> list[bytes]:
+  """Returns the messages in a list, b'' of workers that took no part."""
+  *present, _ = closed[0]
+  rest = iter(closed[1:])
+  return [next(rest) if is_here else b'' for is_here in present]
+
+
+def then_of(closed: Sequence[bytes]) -> int:
+  """Returns what workers do after a list; of other frames, any number."""
+  return int.from_bytes(closed[0][-1:], 'little')
+
+
+def described(workers: int, values: Mapping[str, str]) -> bytes:
+  """Returns lines that all workers must say, and the relay the first one."""
+  lines = [f'workers: {workers}']
+  for name, value in values.items():
+    lines.append(' '.join(f'{name}: {value}'.split()))
+  return '\n'.join(lines).encode()
 
 
 def tag(text: str, values: bytes, changes: bool) -> bytes:

@@ -46,14 +46,9 @@ class Position(NamedTuple):
   """Where a worker is in the run, beside its arrays."""
 
   round: int = 0  # that it takes part in next
-  # Digest of the lists before that; b'' if it has to join, by a state of that
-  # round or of a later one.
-  chain: bytes = b''
+  chain: bytes = b''  # digest of the lists before that; b'' if it has to join
   last: tuple[bytes, ...] = ()  # the list of the round before
-  trained: int = -1  # the last round of a training step, -1 before it
-  # Whether a state is wanted: workers compare theirs in the next training step,
-  # and the first one of the majority sends its own.
-  wants_state: bool = False
+  then: int = frames.NOTHING  # what workers do in the next training step
 
 
 class Link:
@@ -73,6 +68,7 @@ class Link:
     self._signal_at = math.inf  # when a signal came
     self._waits_since = 0.0  # since when one waits for a list or a state
     self._largest = 0  # bytes of a message
+    self._taken = b''  # chain of the state that was taken last
     self._pushing = threading.Thread()
     self._socket = self._connect()
     atexit.register(self.close)
@@ -120,11 +116,10 @@ class Link:
   def _hello_again(self) -> None:
     self._waits_since = time.monotonic()
     last = self.position.last
-    header, bodies = self._ask(frames.HELLO, self._steps, self._text, *last)
-    (self._largest,) = frames.LIMITS.unpack(bodies[0])
-    self.open = header.round
+    header, _ = self._ask(frames.HELLO, self._steps, self._text, *last)
+    self.open, self._largest = header.round, header.number
 
-  def exchange(self, body: bytes) -> list[bytes]:
+  def gather(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
 
     With b'' it only receives. Raises `Behind` if the round is too long ago.
@@ -136,20 +131,13 @@ class Link:
       )
     self._waits_since = time.monotonic()
     kind = frames.MESSAGE if body else frames.LISTEN
-    header, (present, *bodies) = self._ask(kind, 0, body)
-    rest = iter(bodies)
-    messages = [next(rest) if here else b'' for here in present]
-    is_trained = any(map(frames.changes_state, messages))
-    self.open = abs(header.number)
-    before = self.position
+    header, closed = self._ask(kind, 0, body)
+    self.open = header.number
+    chain = frames.digest(self.position.chain, *closed)
     self.position = Position(
-      header.round + 1,
-      frames.digest(before.chain, *messages),
-      tuple(messages),
-      header.round if is_trained else before.trained,
-      header.number < 0 if is_trained else before.wants_state,
+      header.round + 1, chain, tuple(closed), frames.then_of(closed)
     )
-    return messages
+    return frames.unpacked(closed)
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
@@ -163,27 +151,26 @@ class Link:
       with contextlib.suppress(zmq.Again):  # there is no connection
         self._socket.send(self._header(frames.PAUSE).pack(), zmq.NOBLOCK)
 
-  def state(self) -> bytes:
+  def state(self) -> memoryview:
     """Returns the shared state of another worker, and takes its position."""
     _LOG.info('worker %d takes the state of another worker', self._rank)
     self._waits_since = time.monotonic()
     while True:
       source, parts = self._pull()
-      state = memoryview(b''.join(parts))
-      self.position = Position(source.round, source.chain, (), source.round - 1)
-      self.open = max(self.open, source.round)
-      if frames.digest(state[frames.CHAIN :]) == state[: frames.CHAIN]:
+      digest, body = parts[: frames.CHAIN], parts[frames.CHAIN :]
+      self._taken = source.chain  # another one if this one does not help
+      if frames.digest(body) == digest:
+        self.position = Position(source.round, source.chain, (), body[0])
+        self.open = max(self.open, source.round)
         self.joined += 1
-        return bytes(state[frames.CHAIN :])
-      # It is damaged, and so would be the relay's copy: take a later one.
-      self.position = Position(source.round + 1)
+        return body[1:]
 
-  def _pull(self) -> _Answer:
-    """Returns the parts of a state, with its round and chain in a header."""
+  def _pull(self) -> tuple[Header, memoryview]:
+    """Returns a state as it was sent, after its round and chain in a header."""
     parts: list[bytes] = []
     source = Header(frames.PULL, 0)
     while not parts or len(parts[-1]) == frames.PART:
-      header, bodies = self._ask(frames.PULL, len(parts))
+      header, bodies = self._ask(frames.PULL, len(parts), self._taken)
       if not bodies:  # it is not there yet
         time.sleep(_SLICE / 1000)
       elif parts and header.chain != source.chain:  # of a later round
@@ -191,14 +178,15 @@ class Link:
       else:
         parts += bodies
         source = header
-    return source, parts
+    return source, memoryview(b''.join(parts))
 
   def send_state(self, state: bytes) -> None:
     """Sends the shared state at this position, from a thread."""
     if self._socket is not None and not self._pushing.is_alive():
+      body = bytes([self.position.then]) + state
       self._pushing = threading.Thread(
         target=self._push,
-        args=(frames.digest(state) + state, self._header(frames.PUSH)),
+        args=(frames.digest(body) + body, self._header(frames.PUSH)),
         daemon=True,
       )
       self._pushing.start()
@@ -263,7 +251,7 @@ class Link:
     while True:
       answer, found = self._request(kind, number, *bodies)
       if answer.kind == frames.REFUSED:
-        raise RuntimeError(self._reason(found))
+        raise RuntimeError(self._reason(*found))
       if answer.kind == frames.GONE:
         self.position = Position()
         raise Behind
@@ -281,18 +269,19 @@ class Link:
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
     header = self._header(kind, number)
+    again = header._replace(again=True)
+    whole, later = [header.pack(), *bodies], [again.pack(), *bodies]
+    if kind == frames.MESSAGE:  # it is there, unless it was lost
+      later = [again._replace(kind=frames.LISTEN).pack()]
     seconds = _ASK_LARGE if kind in (frames.HELLO, frames.PULL) else _ASK
     began = warned = time.monotonic()
-    again, ask_at = False, 0.0
+    frame, ask_at = whole, 0.0
     while True:
       now = time.monotonic()
       if now >= ask_at:
-        frame = [header._replace(again=again).pack(), *bodies]
-        if again and kind == frames.MESSAGE:  # it is there, unless it was lost
-          frame = [header._replace(kind=frames.LISTEN, again=True).pack()]
         with contextlib.suppress(zmq.Again):  # there is no connection
           self._socket.send_multipart(frame, zmq.NOBLOCK)
-          again, ask_at = True, now + seconds
+          frame, ask_at = later, now + seconds
       self.while_waiting()
       self._heed_signals()
       if self._socket.poll(_SLICE):
@@ -304,7 +293,9 @@ class Link:
           return answer, found
         began = warned = now
         if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
-          again, ask_at = answer.round != header.round, now
+          ask_at = now
+          if answer.round == header.round:
+            frame = whole
         elif kind == frames.HELLO and answer.kind == frames.AGAIN:
           ask_at = now + _ASK / 2
       elif now - warned > _WARN:
@@ -317,23 +308,21 @@ class Link:
           self._rank,
         )
 
-  def _reason(self, bodies: list[bytes]) -> str:
+  def _reason(self, reason: bytes, *run: bytes) -> str:
     """Returns why this worker cannot take part."""
-    if bodies[0]:
-      return bodies[0].decode('utf-8', 'replace')
-    ours = frames.described(self._text) or {}
-    theirs = frames.described(bodies[1]) or {}
-    different = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
-    values = [
-      f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
-      for name in different
-    ]
-    lines = [
-      f'Worker {self._rank} must run what the others run; different are'
-      f' {", ".join(different)}:',
-      *values,
-      'Start it with the same. If the others are wrong, start them again.',
-    ]
+    if not run:
+      return reason.decode('utf-8', 'replace')
+    ours, theirs = (
+      text.decode('utf-8', 'replace').splitlines()
+      for text in (self._text, *run)
+    )
+    lines = [f'Worker {self._rank} must run what the others run, got']
+    lines += [f'  {line}' for line in ours if line not in theirs]
+    lines.append('where the run has')
+    lines += [f'  {line}' for line in theirs if line not in ours]
+    lines.append(
+      'Start it with the same. If the others are wrong, start them again.'
+    )
     return '\n'.join(lines)
 
 
@@ -360,22 +349,19 @@ class SharedLink(Link):
   _said = 0.0  # when the others heard of the first process
 
   def _request(self, *args: Any) -> _Answer:
+    found: Any
     if self._socket is None:
       while not (data := self._from_first(b'')):
         pass  # the first process waits
-      found, error = pickle.loads(data)
-      if error is not None:
-        raise error
-      return found
-    try:
-      found = super()._request(*args)
-    except BaseException as error:
-      is_signal = isinstance(error, KeyboardInterrupt)
-      kind = KeyboardInterrupt if is_signal else RuntimeError
-      others = kind(f'In process 0: {error!r}')
-      self._from_first(pickle.dumps((None, others)))
-      raise
-    self._from_first(pickle.dumps((found, None)))
+      found = pickle.loads(data)
+    else:
+      try:
+        found = super()._request(*args)
+      except BaseException as error:
+        found = error
+      self._from_first(pickle.dumps(found))
+    if isinstance(found, BaseException):
+      raise found
     return found
 
   def while_waiting(self) -> None:

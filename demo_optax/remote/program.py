@@ -5,27 +5,20 @@ to all of them: a worker that is behind applies lists by a program that only
 decodes, without gradients.
 """
 
-import collections
 import contextlib
-import functools
-import itertools
-import json
 import logging
-import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.extend.core import JaxprEqn
 
 from demo_optax.exchange import agreement
 from demo_optax.exchange.algorithm import traced_configs
-from demo_optax.numerics import packing, prng
-from demo_optax.remote import frames
+from demo_optax.numerics import prng
+from demo_optax.remote import frames, states
 from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
 from demo_optax.remote.split import PartedStep, flat
 from demo_optax.workers import Workers
@@ -33,15 +26,8 @@ from demo_optax.workers.workers import put
 
 _LOG = logging.getLogger('demo_optax.remote')
 
-# Rounds between comparisons of what workers share.
-CHECK_EVERY = 64
-
-# Workers on unlike hardware may differ in the last bits. They are made equal
-# again where a number differs by more than this share of the largest one.
-_TOLERANCE = 1e-3
 _ATTEMPTS = 16  # to take part, in a call
 _FEW = 16  # numbers of an argument that may differ between steps
-_SAMPLE = 64  # numbers of an array that are compared
 
 
 class RemoteProgram:
@@ -79,12 +65,12 @@ class RemoteProgram:
     assert workers.relay is not None
     self._workers, rank = workers, workers.relay.rank
     self._rank = frames.FOLLOWER if rank is None else rank
-    self._run, self._donated = run, donated
-    self._names, self._shared_args, self._copies = names, shared, copies
-    self._closed: Any = None
-    self._is_source = False  # whether it must send its state
-    self._follows: Any = None
     self._link = link_of(workers)
+    self._run, self._names, self._donated = run, names, donated
+    self._shared, self._copies = shared, copies
+    self._step: Any = None  # once it is traced
+    self._follows: PartedStep | None = None
+    self._is_source = False  # whether it must send its state
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Any]:
     """Runs the step; if it fails, the arrays are as they were before."""
@@ -95,7 +81,15 @@ class RemoteProgram:
         ' demo_optax.remote.follow(train_step, ...).'
       )
     with self._link.interruptible():
-      return self._run_step(arrays), self._returned
+      self.trace(*arrays)
+      if not self._nexts:
+        return self._evaluate(arrays), self._returned
+      self._tag_training(arrays)
+      values = self._train(arrays)
+      if self._is_source:
+        state = [values[i] for i in self._nexts.values()]
+        self._link.send_state(states.to_bytes(state))
+      return values, self._returned
 
   def lower(self, *arrays: Any) -> Any:
     """Raises: the step is several programs."""
@@ -105,14 +99,13 @@ class RemoteProgram:
     )
 
   def follow(self, *arrays: Any) -> Iterator[tuple[int, int, list[Any]]]:
-    """Yields the arrays of the step after each round; see `remote.follow`.
+    """Yields the arrays of a traced step after each round: `remote.follow`.
 
     They may be shapes: the first values are those of a state. Before them are
     the next round, and how many rounds are over that are not applied yet.
     """
-    self.trace(*arrays)
     self._tag_training(arrays)
-    self._make_follower()
+    self._follower()  # is compiled now, not after the state was taken
     link, current = self._link, list(arrays)
     while True:
       try:
@@ -128,29 +121,69 @@ class RemoteProgram:
       at = link.position.round
       yield at, link.open - at, current
 
-  def _run_step(self, arrays: Sequence[Any]) -> list[Any]:
-    self.trace(*arrays)
-    link = self._link
-    if not self._nexts:
-      return self._evaluate(arrays)
-    link.shared = link.shared or self._shared
-    if self._shared != link.shared:
+  # Tracing --------------------------------------------------------------------
+
+  def trace(self, *arrays: Any) -> None:
+    """Traces the step, cuts and compiles it, once."""
+    if self._step is not None:
+      return
+    with traced_configs() as configs:
+      make = jax.make_jaxpr(self._run, return_shape=True)
+      traced, (_, returned) = make(*arrays, index=np.int32(self._rank))
+    # Numbers of the arrays that all workers share, and that a step changes,
+    # with the places of their next values in what it returns.
+    changed = sorted({*returned.nexts} - {None})
+    self._nexts = {n: returned.nexts.index(n) for n in changed}
+    if configs and not changed:
+      raise ValueError(
+        f'A training step of {self._workers} must return parameters and'
+        ' optimizer state, from which other workers start. Return both, as'
+        ' they were passed.'
+      )
+    self._types = traced.in_avals
+    state = ', '.join(f'{self._names[n]} {self._types[n]}' for n in changed)
+    if changed and state != (self._link.shared or state):
       raise ValueError(
         f'All training steps of {self._workers} must return the same state,'
-        f' got one of {self._shared}, and before it one of {link.shared}.'
+        f' got one of {state}, and before it one of {self._link.shared}.'
         ' Make one step of them.'
       )
-    self._tag_training(arrays)
-    values = self._train(arrays)
-    if self._is_source:
-      link.send_state(_joined([values[i] for i in self._nexts.values()]))
-    return values
+    self._link.shared = self._link.shared or state
+    # Of those that stay, a few numbers may be others in the next step.
+    kept = [n for n in self._shared if n not in changed]
+    self._given = [n for n in kept if self._types[n].size <= _FEW]
+    self._others = [n for n in kept if self._types[n].size > _FEW]
+    step = flat(traced)
+    self._plan = PartedStep(step, donated=self._donated)
+    if self._rank != frames.FOLLOWER:
+      self._compile(self._plan)
+    self._messages = ' '.join(self._plan.meetings)
+    self._tag = frames.tag(self._messages, b'', False)
+    self._text = agreement.describe(configs) | {
+      'shared arrays': state,
+      'messages': self._messages,
+    }
+    self._step, self._returned = step, returned
+
+  def _compile(self, plan: PartedStep) -> None:
+    if self._workers.mesh is None:  # else shardings are known when it runs
+      plan.compile()
+
+  def _follower(self) -> PartedStep:
+    """Returns the program that applies lists, without gradients."""
+    if self._follows is None:
+      nexts = [*self._nexts.values()]
+      self._follows = PartedStep(self._step, nexts, follows=True)
+      self._compile(self._follows)
+    return self._follows
 
   def _tag_training(self, arrays: Sequence[Any]) -> None:
     """Makes messages those of a training step with these arguments."""
     # Values that a worker which joins does not receive: all must pass the same.
-    given = _joined([arrays[n] for n in self._given])
+    given = states.to_bytes([arrays[n] for n in self._given])
     self._tag = frames.tag(self._messages, given, True)
+
+  # Rounds ---------------------------------------------------------------------
 
   def _train(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a training step in the round that is open."""
@@ -163,8 +196,7 @@ class RemoteProgram:
             self._say_hello(arrays)
             at = link.position
           self._is_source = False
-          current = self._current(arrays)
-          return self._execute(self._plan, current, self._exchange)
+          return self._execute(self._plan, self._current(arrays), self._gather)
       raise RuntimeError(
         f'{self._workers} has taken the state of another worker'
         f' {_ATTEMPTS} times and is still behind. Call the same training'
@@ -173,16 +205,6 @@ class RemoteProgram:
     except BaseException:
       link.position = at
       raise
-
-  def _say_hello(self, arrays: Sequence[Any]) -> None:
-    """Says what this worker exchanges, and which state it has now."""
-    others = [arrays[n] for n in self._others]
-    described = self._text | {'other arguments': _digest(others).hex()}
-    text = json.dumps(described).encode()
-    if self._rank == frames.FOLLOWER:  # it has no state yet
-      return self._link.hello(text, b'')
-    state = [arrays[n] for n in self._nexts]
-    self._link.hello(text, _digest(state), _steps_in(state))
 
   def _evaluate(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a step that changes no state, with all workers or with this one.
@@ -193,92 +215,57 @@ class RemoteProgram:
     before = self._link.position
     if self._link.open >= 0 and before.chain:
       with contextlib.suppress(Behind):
-        return self._execute(self._plan, arrays, self._exchange)
+        return self._execute(self._plan, arrays, self._gather)
       self._link.position = before
     _LOG.warning('%s evaluates alone', self._workers)
-    ranks = range(self._workers.count)
-    return self._execute(
-      self._plan,
-      arrays,
-      lambda _, body: [body if rank == self._rank else b'' for rank in ranks],
-    )
 
-  def trace(self, *arrays: Any) -> None:
-    """Traces the step, cuts and compiles it, once."""
-    if self._closed is not None:
-      return
-    with traced_configs() as configs:
-      make = jax.make_jaxpr(self._run, return_shape=True)
-      closed, (_, self._returned) = make(*arrays, index=np.int32(self._rank))
-    closed = flat(closed)
-    self._plan = PartedStep(closed, donated=self._donated)
-    if self._workers.mesh is None:  # else shardings are known when it runs
-      self._plan.compile()
-    # Numbers of the arrays that all workers share, and that a step changes,
-    # with the places of their next values in what it returns.
-    nexts = self._returned.nexts
-    self._nexts = {n: nexts.index(n) for n in sorted({*nexts} - {None})}
-    if configs and not self._nexts:
-      raise ValueError(
-        f'A training step of {self._workers} must return parameters and'
-        ' optimizer state, from which other workers start. Return both, as'
-        ' they were passed.'
-      )
-    others = [n for n in self._shared_args if n not in self._nexts]
-    self._given = [n for n in others if closed.in_avals[n].size <= _FEW]
-    self._others = [n for n in others if n not in self._given]
-    self._messages = ' '.join(self._plan.meetings)
-    self._tag = frames.tag(self._messages, b'', False)
-    self._shared: str = ', '.join(
-      f'{self._names[n]} {closed.in_avals[n]}' for n in self._nexts
-    )
-    self._text: dict[str, str] = agreement.describe(configs) | {
-      'workers': str(self._workers.count),
-      'shared arrays': self._shared,
-      'messages': self._messages,
-    }
-    self._closed = closed
+    def alone(_: Sequence[Any], body: bytes) -> list[bytes]:
+      messages = [b''] * self._workers.count
+      messages[self._rank] = body
+      return messages
+
+    return self._execute(self._plan, arrays, alone)
+
+  def _say_hello(self, arrays: Sequence[Any]) -> None:
+    """Says what this worker exchanges, and which state it has now."""
+    others = states.digest([arrays[n] for n in self._others])
+    described = self._text | {'other arguments': others.hex()}
+    text = frames.described(self._workers.count, described)
+    if self._rank == frames.FOLLOWER:  # it has no state yet
+      return self._link.hello(text, b'')
+    state = [arrays[n] for n in self._nexts]
+    self._link.hello(text, states.digest(state), states.steps_in(state))
 
   def _current(self, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
-    link, arrays = self._link, list(arrays)
-    before = link.position
-    if before.chain and before.round >= link.open:
-      return arrays
-    self._make_follower()  # now, not after the state was taken
-    if not before.chain:
-      self._take(arrays)
+    link, current = self._link, list(arrays)
+    if link.position.chain and link.position.round >= link.open:
+      return current
+    self._follower()  # is compiled now, not after the state was taken
+    if not link.position.chain:
+      self._take(current)
     while link.position.round < link.open:
       at = link.position
       try:
-        self._apply_list(arrays)
+        self._apply_list(current)
       except NotClosedError:
         link.position = at
     for number, copies in self._copies.items():
       for own in copies:
-        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
-    return arrays
-
-  def _make_follower(self) -> None:
-    """Compiles the program that applies lists, without gradients, once."""
-    if self._follows is None:
-      self._follows = PartedStep(
-        self._closed, [*self._nexts.values()], follows=True
-      )
-      if self._workers.mesh is None:
-        self._follows.compile()
+        current[own] = current[number].astype(current[own].dtype)[None]
+    return current
 
   def _apply_list(self, arrays: list[Any]) -> None:
     """Waits for the list of the next round, and applies it."""
-    link, received = self._link, [self._link.exchange(b'')]
+    link, received = self._link, [self._link.gather(b'')]
     if self._is_other(received[0]):
       return
 
     def next_list(*_: Any) -> list[bytes]:
-      return received.pop() if received else link.exchange(b'')
+      return received.pop() if received else link.gather(b'')
 
     while received:  # not every step of local updates exchanges
-      values = self._execute(self._follows, arrays, next_list)
+      values = self._execute(self._follower(), arrays, next_list)
       for n, x in zip(self._nexts, values):
         arrays[n] = x
 
@@ -300,60 +287,74 @@ class RemoteProgram:
         ' the optimizer of what changes.'
       )
     if frames.changes_state(tag):  # only a later state can be followed
-      self._link.position = Position(self._link.position.round)
+      self._link.position = Position()
       raise Behind
     return True
 
   def _take(self, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
-    state, avals = self._link.state(), self._closed.in_avals
-    types = [jax.eval_shape(_data, avals[n]) for n in self._nexts]
-    for n, x in zip(self._nexts, _read(state, types)):
-      if prng.is_key_array(arrays[n]):
-        x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(arrays[n]))
-      sharding = getattr(arrays[n], 'sharding', None)
-      arrays[n] = jnp.asarray(x) if sharding is None else put(x, sharding)
+    state = self._link.state()
+    types = [jax.eval_shape(states.data, self._types[n]) for n in self._nexts]
+    for n, x in zip(self._nexts, states.from_bytes(state, types)):
+      own, taken = arrays[n], jnp.asarray(x)
+      if prng.is_key_array(own):
+        impl = jax.random.key_impl(own)
+        taken = jax.random.wrap_key_data(taken, impl=impl)
+      sharding = getattr(own, 'sharding', None)
+      arrays[n] = taken if sharding is None else put(taken, sharding)
+
+  # Messages -------------------------------------------------------------------
 
   def _execute(
     self,
     plan: PartedStep,
     arrays: Sequence[Any],
-    exchange: Callable[[Sequence[Any], bytes], list[bytes]],
+    gather: Callable[[Sequence[Any], bytes], list[bytes]],
   ) -> list[Any]:
-    """Runs a plan, with messages as bytes: b'' if it only receives."""
+    """Runs a plan. `gather` exchanges bytes: b'' if this worker only receives.
 
-    def meet(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
+    A message is the tag, the arrays that are sent, and a sketch of the state
+    if workers compare theirs.
+    """
+
+    def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
       types: list[Any] = [eqn.invars[0].aval for eqn in eqns]
-      body = b'' if sent is None else self._tag + _joined(sent)
-      is_wanted = self._link.position.wants_state
-      messages = exchange(arrays, body)
-      size = sum(t.size * t.dtype.itemsize for t in types) + frames.CHAIN
-      sketches = {
-        rank: message[size:]
-        for rank, message in enumerate(messages)
-        if len(message) > size
-      }
+      body = b''
+      if sent is not None:
+        body = self._tag + states.to_bytes(sent)
+      is_wanted = self._link.position.then == frames.SEND
+      messages = gather(arrays, body)
+      size = frames.CHAIN + states.num_bytes(types)
+      sketches = {}
+      for rank, message in enumerate(messages):
+        if len(message) > size:
+          sketches[rank] = message[size:]
       if sketches:
         first = self._compare(arrays, sketches, sent is None)
         self._is_source |= is_wanted and first == self._rank
-      present = np.array(list(map(bool, messages)))
-      found = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
-      for i in np.flatnonzero(present):
-        for rows, x in zip(found, _read(messages[i], types, frames.CHAIN)):
-          rows[i] = x
-      is_included = self._rank in np.flatnonzero(present)
-      return [(rows, present, np.bool(is_included)) for rows in found]
+      return self._met(types, messages)
 
-    return plan.run([*arrays, np.int32(self._rank)], meet)
+    return plan.run([*arrays, np.int32(self._rank)], exchange)
 
-  def _exchange(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
+  def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
+    """Returns what all workers have sent, for each array that was sent."""
+    rows = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
+    present = np.array([bool(message) for message in messages])
+    ranks = [*map(int, np.flatnonzero(present))]
+    for rank in ranks:
+      received = memoryview(messages[rank])[frames.CHAIN :]
+      for all_rows, x in zip(rows, states.from_bytes(received, types)):
+        all_rows[rank] = x
+    included = np.bool(self._rank in ranks)
+    return [(all_rows, present, included) for all_rows in rows]
+
+  def _gather(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
     """Sends a message of the step; returns all of its round."""
     while True:
-      sketch, at = b'', self._link.position
-      is_due = at.round // CHECK_EVERY > at.trained // CHECK_EVERY
-      if self._nexts and (is_due or at.wants_state):
-        sketch = _sketch([arrays[n] for n in self._nexts])
-      messages = self._link.exchange(body + sketch)
+      sketch = b''
+      if self._nexts and self._link.position.then:
+        sketch = states.sketch([arrays[n] for n in self._nexts])
+      messages = self._link.gather(body + sketch)
       if not self._is_other(messages):
         return messages
 
@@ -366,7 +367,7 @@ class RemoteProgram:
     adds its vote: a round may be that of a single worker. One that follows may
     have been in it with arrays that it has replaced.
     """
-    majority = _majority(sketches)
+    majority = states.majority(sketches)
     if not majority:
       raise RuntimeError(
         'The state of most workers must be equal, without NaN, got'
@@ -376,126 +377,8 @@ class RemoteProgram:
         ' one that is right.'
       )
     if follows or self._rank not in sketches:
-      own = _sketch([arrays[n] for n in self._nexts])
+      own = states.sketch([arrays[n] for n in self._nexts])
       sketches = sketches | {self._rank: own}
-    if self._rank not in (_majority(sketches) or [self._rank]):
+    if self._rank not in (states.majority(sketches) or [self._rank]):
       self._link.part()
     return majority[0]
-
-
-# Bytes of arrays --------------------------------------------------------------
-
-
-def _data(x: Any) -> Any:
-  return jax.random.key_data(x) if prng.is_key_array(x) else x
-
-
-def _whole(x: Any) -> Any:
-  """Returns an array that is on the devices of all processes as a whole."""
-  x = _data(x)
-  if isinstance(x, jax.Array) and not (
-    x.is_fully_addressable or x.is_fully_replicated
-  ):
-    return multihost_utils.process_allgather(x, tiled=True)
-  return x
-
-
-def _joined(arrays: Sequence[Any]) -> bytes:
-  on_host = jax.device_get(list(map(_whole, arrays)))
-  return b''.join(np.asarray(x).tobytes() for x in on_host)
-
-
-def _read(data: bytes, types: Sequence[Any], start: int = 0) -> Iterator[Any]:
-  """Reads arrays of shapes and dtypes, one after the other."""
-  for t in types:
-    yield np.frombuffer(data, t.dtype, t.size, start).reshape(t.shape)
-    start += t.size * t.dtype.itemsize
-
-
-# Comparisons ------------------------------------------------------------------
-
-
-def _digest(arrays: Sequence[Any]) -> bytes:
-  """Returns a digest of arrays, the same however they are sharded."""
-  return _sketch(arrays)[frames.CHAIN : 2 * frames.CHAIN]
-
-
-def _steps_in(arrays: Sequence[Any]) -> int:
-  """Returns the largest count of steps in a state."""
-  found = [int(_whole(x)) for x in arrays if x.dtype == np.int32 and not x.ndim]
-  return max(found, default=0)
-
-
-def _sketch(arrays: Sequence[Any]) -> bytes:
-  """Returns the hardware, a digest of arrays, and numbers from all of them."""
-  digests, samples = (_joined([x]) for x in _sketched(list(arrays)))
-  return _hardware() + frames.digest(digests) + samples
-
-
-@functools.cache
-def _hardware() -> bytes:
-  """Returns a digest of what the last bits of results depend on."""
-  device = jax.devices()[0]
-  flags = os.environ.get('XLA_FLAGS', '')
-  names = {device.device_kind, device.client.platform_version, flags}
-  # JAX compiles for the instructions of each processor. Processes of one worker
-  # must say the same.
-  if device.platform == 'cpu' and jax.process_count() == 1:
-    names.add(f'{os.cpu_count()} cores')
-    with contextlib.suppress(OSError):
-      lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
-      names.update(x for x in lines if x.startswith(('model name', 'flags')))
-  return frames.digest(*map(str.encode, sorted(names)))
-
-
-@jax.jit
-def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  digests, samples = [], []
-  for x in map(_data, arrays):
-    start = np.zeros(x.ndim, np.uint32)
-    digests.append(packing.digest_block(x, start, x.shape))
-    is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
-    if jnp.iscomplexobj(x):
-      x = jnp.stack([x.real, x.imag])
-    x = jnp.ravel(x).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0)  # NaN if one is
-    is_compared = jnp.isfinite(x) & is_rounded  # of integers all bits count
-    scale = jnp.max(jnp.abs(x), initial=0, where=is_compared)
-    some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
-    some = jnp.pad(some, (0, _SAMPLE - some.size))
-    samples.append(jnp.concatenate([jnp.stack([scale, largest]), some]))
-  return jnp.array(digests), jnp.array(samples)
-
-
-def _majority(sketches: dict[int, bytes]) -> list[int]:
-  """Returns the ranks whose arrays agree, if they are more than half.
-
-  On hardware of one kind arrays agree to the bit, else within a tolerance.
-  """
-  equal = collections.defaultdict(list)  # ranks, by what they sent
-  for rank, sketch in sketches.items():
-    equal[sketch].append(rank)
-  by_size = sorted(equal, key=lambda sketch: -len(equal[sketch]))
-  largest: list[int] = []
-  for center in equal:
-    # The center, and of other hardware the largest group that is close to it.
-    of_hardware = {}
-    for sketch in (center, *by_size):
-      hardware = sketch[: frames.CHAIN]
-      if hardware not in of_hardware and _are_close(center, sketch):
-        of_hardware[hardware] = equal[sketch]
-    ranks = sorted(itertools.chain(*of_hardware.values()))
-    largest = max(largest, ranks, key=len)
-  return largest if 2 * len(largest) > len(sketches) else []
-
-
-def _are_close(one: bytes, other: bytes) -> bool:
-  """Returns whether samples are equal, but for rounding. NaN never is."""
-  a, b = (
-    np.frombuffer(x[2 * frames.CHAIN :], np.float32).reshape(-1, 2 + _SAMPLE)
-    for x in (one, other)
-  )
-  scale = np.maximum(a[:, :1], b[:, :1])
-  with np.errstate(invalid='ignore', over='ignore'):  # of infinite numbers
-    is_close = np.abs(a - b) <= _TOLERANCE * scale
-  return bool(np.all((a == b) | is_close))

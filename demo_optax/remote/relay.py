@@ -5,8 +5,6 @@ the last lists in temporary files, and this module holds the connections.
 """
 
 import contextlib
-import pathlib
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,15 +46,9 @@ class Relay:
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-      folder = tempfile.TemporaryDirectory(prefix='demo-relay-')
-      path = pathlib.Path(stack.enter_context(folder))
-      self._rounds = Rounds(checked, self._send, path, clock)
+      self.rounds = Rounds(checked, self._send, clock)
+      stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
-
-  @property
-  def round(self) -> int:
-    """The round that is open."""
-    return self._rounds.round
 
   def serve(self, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Serves until `should_stop()` is true."""
@@ -64,7 +56,7 @@ class Relay:
       while not should_stop():
         if self._socket.poll(_TICK):
           self._take(self._socket.recv_multipart(copy=False))
-        self._rounds.look_at_the_clock()
+        self.rounds.look_at_the_clock()
 
   def _open(
     self, stack: contextlib.ExitStack, address: str, options: Options
@@ -105,7 +97,7 @@ class Relay:
     if self._ranks:
       key_rank = self._ranks.get(str(received[1].get('User-Id')), -1)
     identity, *rest = [frame.bytes for frame in received]
-    self._rounds.take(identity, key_rank, *rest)
+    self.rounds.take(identity, key_rank, *rest)
 
   def _send(self, identity: bytes, header: Header, *bodies: bytes) -> None:
     # The worker may be gone, or not read.

@@ -53,23 +53,23 @@ new one is refused.
 
 A *follower* takes part in no round: nobody waits for it, and a minute without a
 request ends it. It is answered what a worker would be that joins: a state, then
-lists. HELLO before the run, or with another configuration, makes no follower.
+lists. One that comes before the run asks again.
 """
 
 import collections
 import dataclasses
-import itertools
 import logging
-import pathlib
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
-from demo_optax.remote.store import Closed, Lists, State
+from demo_optax.remote.store import Lists, State
 
 _LOG = logging.getLogger('demo_optax.relay')
+
+# Rounds between comparisons of what workers share.
+CHECK_EVERY = 64
 
 # Without a deadline: how long after its first message a round closes, in
 # median rounds, and the fewest seconds.
@@ -119,18 +119,17 @@ class Options:
 
 @dataclasses.dataclass
 class _Member:
-  """A worker that has said hello."""
+  """A worker, or a follower, that has said hello."""
 
   identity: bytes  # of its connection
+  heard: float  # when
   hello: Header  # with its position, and the steps of its state, as it began
   text: bytes  # what it exchanges
-  last: tuple[bytes, ...]  # its list of the round before
-  heard: float  # when
+  last: Sequence[bytes]  # its list of the round before, if it has one
   awaited: bool = False  # whether the open round waits for it
   body: bytes = b''  # its message of the open round
   asked: int = -1  # the last round whose list it has asked for
   joins: bool = False  # whether a state and lists are kept for it
-  least: int = 0  # the first round whose state it can take
   missed: int = 0  # rounds that have waited for it in vain
   not_before: int = 0  # the round from which one waits for it again
   rival: bytes = b''  # another program that says this rank
@@ -140,15 +139,18 @@ class _Member:
   def rank(self) -> int:
     return self.hello.rank
 
+  @property
+  def follows(self) -> bool:
+    return self.rank == frames.FOLLOWER
+
 
 class Rounds:
-  """A run, without its connections. `round` is open."""
+  """A run, without its connections."""
 
   def __init__(
     self,
     options: Options,
     send: Callable[..., None],
-    folder: pathlib.Path,
     clock: Callable[[], float],
   ):
     """Makes the rounds of a relay.
@@ -156,26 +158,26 @@ class Rounds:
     `send(identity, header, *bodies)` sends to a connection, `clock()` returns
     seconds.
     """
-    self.options, self._send = options, send
-    self._folder, self._clock = folder, clock
-    self.round = 0
-    self._lists = Lists(folder)
+    self.options, self._send, self._clock = options, send, clock
+    self._lists = Lists(self._say)
     self._state: State | None = None
     self._minute = 0.0
     self._lines: collections.Counter[str] = collections.Counter()
     self._seconds: collections.deque[float] = collections.deque(maxlen=100)
     self.forget()
 
+  @property
+  def round(self) -> int:
+    """The round that is open."""
+    return self._lists.open
+
   def forget(self) -> None:
     """Ends a run: its workers must say hello again."""
-    self._text: bytes | None = (
-      None  # what all exchange, in a run that has begun
-    )
-    self._members: dict[int, _Member] = {}
-    self._followers: dict[bytes, _Member] = {}  # by their program
-    self._lists.clear()
+    self._text = b''  # what all exchange, in a run that has begun
+    # By rank; followers by their program.
+    self._members: dict[int | bytes, _Member] = {}
+    self._lists.drop(self.round)
     self._drop_state()
-    self._state_was_asked = False
     self._began = 0.0  # when the first hello, or message of the round, came
     self._last_seen = self._last_closed = 0.0
 
@@ -189,20 +191,19 @@ class Rounds:
     header = frames.unpack(head)
     if header is None:
       return self._say('refused: no header of this version')
-    rank, now = header.rank, self._clock()
-    is_follower = rank == frames.FOLLOWER
-    if rank >= self.options.workers and not is_follower:
-      return self._refuse(
-        identity,
-        rank,
-        f'rank must be from 0 to {self.options.workers - 1}, got {rank}.'
-        ' Start the relay with more --workers.',
+    rank, count = header.rank, self.options.workers
+    key: int | bytes = rank
+    if rank == frames.FOLLOWER:
+      key = header.program
+    elif rank >= count:
+      reason = (
+        f'rank must be from 0 to {count - 1}, got {rank}. Start the relay with'
+        ' more --workers.'
       )
+      return self._refuse(identity, rank, reason)
     if key_rank not in (None, rank):
       return self._say('refused: a key that is not of rank %d', rank)
-    if is_follower:
-      return self._take_from_follower(identity, header, *bodies)
-    member = self._members.get(rank)
+    member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
       # Messages of a program that has ended may still be on their way.
       if header.program != member.rival:
@@ -213,42 +214,27 @@ class Rounds:
       if now - member.heard < _SECONDS:
         return self._send(identity, Header(frames.AGAIN, rank))
     if header.kind == frames.HELLO and bodies:
-      return self._hello(identity, header, *bodies)
-    if member is None:
-      return self._send(identity, Header(frames.UNKNOWN, rank))
-    member.heard = now
-    if self._text is not None:
-      self._act(member, identity, header, *bodies)
-
-  def _take_from_follower(
-    self, identity: bytes, header: Header, *bodies: bytes
-  ) -> None:
-    follower, now = self._followers.get(header.program), self._clock()
-    if header.kind == frames.HELLO and self._text is not None:
-      if bodies[:1] != (self._text,):
-        self._refuse_text(identity, header.rank)
-      elif len(self._followers) < _FOLLOWERS:
-        follower = _Member(identity, header, self._text, (), now)
-        self._followers[header.program] = follower
-        self._welcome(follower)
-    elif follower is None and header.kind != frames.HELLO:
-      self._send(identity, Header(frames.UNKNOWN, header.rank))
-    elif follower is not None and header.kind in (frames.LISTEN, frames.PULL):
-      follower.heard = now
-      self._act(follower, identity, header)
+      text, *last = bodies
+      self._hello(key, _Member(identity, now, header, text, last))
+    elif member is None:
+      self._send(identity, Header(frames.UNKNOWN, rank))
+    else:
+      member.heard = now
+      if self._text:
+        self._act(member, identity, header, *bodies)
 
   def _act(
     self, member: _Member, identity: bytes, header: Header, *bodies: bytes
   ) -> None:
     match header.kind, bodies:
-      case frames.MESSAGE, (body,) if body:
-        self._message(member, identity, header, body)
       case frames.LISTEN, () | (_,):
         self._listen(member, identity, header)
-      case frames.PUSH, (part,):
+      case frames.PULL, (_,):
+        self._pull(member, identity, header, *bodies)
+      case frames.MESSAGE, (body,) if body and not member.follows:
+        self._message(member, identity, header, body)
+      case frames.PUSH, (part,) if not member.follows:
         self._push(identity, header, part)
-      case frames.PULL, ():
-        self._pull(member, identity, header)
       case frames.PAUSE, ():
         member.awaited = member.awaited and bool(member.body)
       case _:
@@ -257,126 +243,123 @@ class Rounds:
 
   def look_at_the_clock(self) -> None:
     """Begins the run, closes the round, or gives up what does not come."""
-    now = self._clock()
-    members = list(self._members.values())
-    if self._text is None:
+    now, members = self._clock(), list(self._members.items())
+    if not self._text:
       if members:
         self._gather(now)
       return
-    sent = [member for member in members if member.body]
+    count = sum(bool(member.body) for _, member in members)
     is_over = now - self._began > self._limit
-    is_complete = all(m.body for m in members if m.awaited)
-    if len(sent) >= self.options.quorum and (is_complete or is_over):
+    is_complete = all(m.body for _, m in members if m.awaited)
+    if count >= self.options.quorum and (is_complete or is_over):
       self._close(now)
-    for member in members:
+    some_join = False
+    for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
-    for program, follower in list(self._followers.items()):
-      if now - follower.heard > _STALE:
-        del self._followers[program]
+        if member.follows:
+          del self._members[key]
+      some_join |= member.joins and not member.follows
     patience = max(self.options.start, 3 * self._limit)
-    some_join = any(member.joins for member in members)
     if some_join and now - self._last_seen > patience:
       self._say('all workers have left the run')
       self.forget()
 
   # Workers that come ----------------------------------------------------------
 
-  def _hello(
-    self, identity: bytes, header: Header, text: bytes, *last: bytes
-  ) -> None:
-    rank, now = header.rank, self._clock()
-    old = self._members.get(rank)
-    if reason := self._misfit(header, text, len(last)):
-      return self._refuse(identity, rank, reason)
-    if self._text not in (None, text):
-      return self._refuse_text(identity, rank)
-    if old is None or old.hello.program != header.program:
+  def _hello(self, key: int | bytes, member: _Member) -> None:
+    header, rank = member.hello, member.rank
+    if reason := self._misfit(member):
+      return self._refuse(member.identity, rank, reason)
+    if self._text not in (b'', member.text):
+      return self._refuse_text(member, self._text)
+    old = self._members.get(key)
+    if member.follows:
+      if not self._text:
+        return self._send(member.identity, Header(frames.AGAIN, rank))
+      if len(self._members) >= self.options.workers + _FOLLOWERS:
+        return
+    elif old is None or old.hello.program != header.program:
       self._say('worker %d says hello, round %d', rank, header.round)
       if old is not None:
         self._refuse(old.identity, rank, _SAME_RANK.format(rank))
-    if self._text is not None and header.round > self.round:
+    if self._text and header.round > self.round and not member.follows:
       self._say('worker %d is back from a longer run', rank)
       self.forget()
-    member = _Member(identity, header, text, last, now)
-    self._members[rank] = member
-    if self._text is None:
-      self._began = self._began or now
-    else:
+    self._members[key] = member
+    if self._text:
       was_awaited = old is not None and old.awaited
       member.awaited = was_awaited and self._lists.lead_from(header)
       self._welcome(member)
+    else:
+      self._began = self._began or member.heard
 
-  def _misfit(self, header: Header, text: bytes, frames_of_list: int) -> str:
+  def _misfit(self, member: _Member) -> str:
     """Returns why a hello cannot be that of a worker of this run, or ''."""
-    described = frames.described(text)
-    if (
-      described is None
-      or not 0 <= header.round < _MAX_ROUND
-      or frames_of_list not in (0, self.options.workers)
-    ):
+    first, _, _ = member.text.partition(b'\n')
+    expected = frames.described(self.options.workers, {})
+    is_possible = 0 <= member.hello.round < _MAX_ROUND
+    if first != expected or not is_possible:
+      found = first[:_LINE].decode('utf-8', 'replace')
       return (
-        'A hello must be that of a worker with this version of demo_optax, got'
-        ' something else. Install one version for relay and workers.'
+        f'count must be that of the relay, {expected.decode()}, got {found}'
+        f' from worker {member.rank}. Start the worker with the count of the'
+        ' relay, or the relay with other --workers, and both with one version'
+        ' of demo_optax.'
       )
-    count, expected = described.get('workers'), str(self.options.workers)
-    if count in (None, expected):
-      return ''
-    return (
-      f'count must be that of the relay, {expected}, got {count} from worker'
-      f' {header.rank}. Start the worker with count={expected}, or the relay'
-      f' with --workers {count}.'
-    )
+    return ''
 
   def _gather(self, now: float) -> None:
     """Begins the run if all workers are there, or the time for it is over."""
-    members = self._members.values()
-    # A run that begins waits for all, one that continues only for some time.
-    is_new = all(member.hello.round == 0 for member in members)
-    patience = self.options.start if is_new else max(10.0, 5 * self._limit)
-    is_over = now - self._began > patience
-    texts = collections.Counter(member.text for member in members)
+    members = list(self._members.items())
+    texts = collections.Counter(member.text for _, member in members)
     ((text, most),) = texts.most_common(1)
-    has_majority = 2 * most > self.options.workers
-    if is_over or has_majority or len(members) == self.options.workers:
-      for member in [m for m in members if m.text != text]:
-        self._refuse_text(member.identity, member.rank, text)
-        del self._members[member.rank]
+    # A run that begins waits for all, one that continues only for some time.
+    patience = self.options.start
+    if any(member.hello.round for _, member in members):
+      patience = max(10.0, 5 * self._limit)
+    is_over = now - self._began > patience
+    is_full = len(members) == self.options.workers
+    if is_over or is_full or 2 * most > self.options.workers:
+      for key, member in members:
+        if member.text != text:
+          self._refuse_text(member, text)
+          del self._members[key]
     if is_over or len(self._members) == self.options.workers:
       self._begin(text)
 
   def _begin(self, text: bytes) -> None:
     """Begins a run, or continues one of another relay."""
     self._text = text
-    members = [member for _, member in sorted(self._members.items())]
+    members = sorted(self._members.values(), key=lambda member: member.rank)
     positions = collections.Counter(
-      (m.hello.round, m.hello.chain) for m in members
+      (m.hello.round, m.hello.number, m.hello.chain) for m in members
     )
 
-    def claim(member: _Member) -> tuple[int, int, int]:
-      at = member.hello
-      return at.round, at.number, positions[at.round, at.chain]
+    def claim(at: tuple[int, int, bytes]) -> tuple[int, int, int]:
+      number, steps, _ = at
+      return number, steps, positions[at]
 
-    chosen = max(members, key=claim).hello
-    self.round = chosen.round
-    self._lists.begin(chosen.round, chosen.chain)
-    lasts = [m.last for m in members if m.hello.chain == chosen.chain]
-    for member, last in itertools.product(members, lasts):
-      # A list that the one may not have received, and the other has.
-      at = member.hello
-      leads = frames.digest(at.chain, *last) == chosen.chain
-      if leads and at.round == self.round - 1:
-        self._keep(at.round, self._lists.add, at, last)
+    number, _, chain = max(positions, key=claim)
+    self._lists.begin(number, chain)
+    self._then, self._compared = frames.NOTHING, number
+    # A list that some may not have received, and others have.
+    lasts = [m.last for m in members if m.hello.chain == chain and m.last]
+    for last in lasts[:1]:
+      self._then = frames.then_of(last)
+      for _, _, before in positions:
+        if frames.digest(before, *last) == chain:
+          self._lists.add(number - 1, before, last)
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
     self._began, self._last_seen = 0.0, self._clock()
-    self._say('round %d, %d workers', self.round, len(members))
+    self._say('round %d, %d workers', number, len(members))
 
   def _welcome(self, member: _Member) -> None:
-    header = Header(frames.WELCOME, member.rank, self.round)
-    limits = frames.LIMITS.pack(self.options.max_message)
-    self._send(member.identity, header, limits)
+    limit = self.options.max_message
+    header = Header(frames.WELCOME, member.rank, self.round, limit)
+    self._send(member.identity, header)
 
   # Rounds ---------------------------------------------------------------------
 
@@ -395,31 +378,27 @@ class Rounds:
     self._listen(member, identity, header)
 
   def _listen(self, member: _Member, identity: bytes, header: Header) -> None:
-    rank, number = header.rank, header.round
+    number = header.round
     if not self._lists.lead_from(header):
       return self._gone(member, identity)
-    if rank != frames.FOLLOWER:
+    if not member.follows:
       self._last_seen = self._clock()
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
-      if rank == frames.FOLLOWER:  # no lists need be kept for it any more
+      if member.follows:  # no lists need be kept for it any more
         member.joins = False
       if not member.body:  # who follows does not heed it
-        self._send(identity, Header(frames.AGAIN, rank, number))
+        self._send(identity, Header(frames.AGAIN, member.rank, number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
-      closed = self._lists.read(number)
-      if closed is None:
-        self._gone(member, identity)
-      else:
-        self._send_list(member, number, closed)
+      self._send_list(member, number, self._lists.read(number))
 
   def _gone(self, member: _Member, identity: bytes) -> None:
     """Says that a worker must join."""
     if not member.joins:
       self._say('worker %d joins', member.rank)
-    member.joins, member.awaited, member.least = True, False, 0
+    member.joins, member.awaited = True, False
     self._send(identity, Header(frames.GONE, member.rank, self.round))
 
   @property
@@ -435,43 +414,50 @@ class Rounds:
 
   def _close(self, now: float) -> None:
     """Ends a round: all workers get the same list."""
-    is_training = self._leave_out_other_steps()
-    members = self._members.values()
-    messages = [b''] * self.options.workers
+    if self._leave_out_other_steps():
+      self._then = self._next_step()
+    number, members = self.round, self._members.values()
+    messages, missing = [b''] * self.options.workers, []
     for member in members:
-      messages[member.rank] = member.body
-      if member.awaited and not member.body:
+      if member.body:
+        messages[member.rank] = member.body
+      elif member.awaited:
+        missing.append(member.rank)
         # One that is often late is waited for in ever fewer rounds.
         member.missed += 1
-        member.not_before = self.round + 2 ** min(member.missed, 8)
-    missing = sorted(m.rank for m in members if m.awaited and not m.body)
+        member.not_before = number + 2 ** min(member.missed, 8)
     if missing:
-      self._say('round %d without %s', self.round, missing)
+      self._say('round %d without %s', number, sorted(missing))
     if self._last_closed:
       self._seconds.append(now - self._last_closed)
     self._last_closed = now
-    # In one training step workers compare their states, after the next one the
-    # state is there: not before that it is wanted again.
-    wants_state = (
-      is_training and self._wants_state and not self._state_was_asked
-    )
-    if is_training:
-      self._state_was_asked = wants_state
-    number, closed = self.round, Closed(messages, wants_state)
-    self._keep(number, self._lists.close, number, closed)
-    self.round += 1
+    closed = frames.packed(messages, self._then)
+    self._lists.close(closed)
     self._drop_lists()
     for member in members:
       member.awaited, member.body = bool(member.body), b''
       if member.asked == number:
         self._send_list(member, number, closed)
-    for follower in self._followers.values():
-      if follower.asked == number:
-        self._send_list(follower, number, closed)
     if self.round % 100 == 0:
-      workers = sum(map(bool, messages))
       text = 'round %d, %.3f s each, %d workers'
-      self._say(text, self.round, self._median, workers)
+      self._say(text, self.round, self._median, len(closed) - 1)
+
+  def _next_step(self) -> int:
+    """Returns what workers do in the training step after this one.
+
+    Who sends its state does so after that step: a state that is still wanted
+    then is not wanted once more.
+    """
+    number = self.round + 1
+    is_due = number // CHECK_EVERY > self._compared // CHECK_EVERY
+    if self._wants_state and self._then != frames.SEND:
+      then = frames.SEND
+    elif is_due:
+      then = frames.COMPARE
+    else:
+      return frames.NOTHING
+    self._compared = number
+    return then
 
   def _leave_out_other_steps(self) -> bool:
     """Drops messages that are not of most workers' step.
@@ -479,45 +465,36 @@ class Rounds:
     An evaluation has priority: a training step is sent again in the next round.
     Returns whether the round is one of a training step.
     """
-    kinds = {}
-    for rank, member in sorted(self._members.items()):
-      if body := member.body:
-        is_evaluation = not frames.changes_state(body)
-        kinds[rank] = is_evaluation, len(body), body[: frames.CHAIN]
-    counts = collections.Counter(kinds.values())
-    kind = max(counts, key=lambda kind: (kind[0], counts[kind]))
-    for rank in [rank for rank, other in kinds.items() if other != kind]:
-      self._say(
-        'round %d without worker %d, which has called another step: its'
-        ' message has %d bytes, not %d',
-        self.round,
-        rank,
-        len(self._members[rank].body),
-        kind[1],
-      )
-      self._members[rank].body = b''
-    return not kind[0]
-
-  def _send_list(self, member: _Member, number: int, closed: Closed) -> None:
-    is_open = -self.round if closed.wants_state else self.round
-    self._send(
-      member.identity,
-      Header(frames.LIST, member.rank, number, is_open),
-      bytes(map(bool, closed.messages)),
-      *filter(None, closed.messages),
+    senders = [member for member in self._members.values() if member.body]
+    senders.sort(key=lambda member: member.rank)
+    kinds = []
+    for member in senders:
+      is_evaluation = not frames.changes_state(member.body)
+      tag = member.body[: frames.CHAIN]
+      kinds.append((is_evaluation, len(member.body), tag))
+    counts = collections.Counter(kinds)
+    chosen = max(counts, key=lambda kind: (kind[0], counts[kind]))
+    is_evaluation, size, _ = chosen
+    text = (
+      'round %d without worker %d, which has called another step: its message'
+      ' has %d bytes, not %d'
     )
+    for member, kind in zip(senders, kinds):
+      if kind != chosen:
+        self._say(text, self.round, member.rank, len(member.body), size)
+        member.body = b''
+    return not is_evaluation
 
-  def _keep(self, number: int, keep: Callable[..., None], *args: Any) -> None:
-    """Keeps a list on disk."""
-    try:
-      keep(*args)
-    except OSError as error:  # who is late must join
-      self._say('round %d is not kept: %s', number, error)
+  def _send_list(
+    self, member: _Member, number: int, closed: Sequence[bytes]
+  ) -> None:
+    header = Header(frames.LIST, member.rank, number, self.round)
+    self._send(member.identity, header, *closed)
 
   def _drop_lists(self) -> None:
     """Drops lists that nobody can need."""
     last = self.round - 1 - self.options.history
-    if self._joining and (state := self._usable_state(0)):
+    if self._joining and (state := self._usable_state):
       before = min(last, state.header.round - 1)
       last = max(before, self.round - 1 - _MAX_LISTS)
     self._lists.drop(last)
@@ -525,73 +502,67 @@ class Rounds:
   # The state, for workers that join -------------------------------------------
 
   @property
-  def _joining(self) -> list[_Member]:
-    several = itertools.chain(self._members.values(), self._followers.values())
-    return [member for member in several if member.joins]
+  def _joining(self) -> bool:
+    return any(member.joins for member in self._members.values())
 
-  def _usable_state(self, least: int) -> State | None:
-    """Returns the state, on its way or there, if it can be handed out.
+  @property
+  def _usable_state(self) -> State | None:
+    """The state, on its way or there, if it can be handed out.
 
-    To a worker that can take the state of the round `least` or of a later one.
     Lists must lead from it: the only place where this is decided.
     """
     state = self._state
-    if state is None or state.header.round < least:
+    if state is None or not self._lists.lead_from(state.header):
       return None
     sender = self._members.get(state.header.rank)
-    arrives = sender is not None and sender.awaited
     is_recent = self._clock() - state.since < _STALE
-    if self._lists.lead_from(state.header) and (
-      state.complete or (arrives and is_recent)
-    ):
-      return state
-    return None
+    arrives = sender is not None and sender.awaited and is_recent
+    return state if state.complete or arrives else None
 
   @property
   def _wants_state(self) -> bool:
     """Whether a worker must send its state to one that joins."""
-    return any(self._usable_state(m.least) is None for m in self._joining)
+    return self._joining and self._usable_state is None
 
   def _push(self, identity: bytes, header: Header, part: bytes) -> None:
     """Takes a part; one that is not taken is answered by its own number."""
-    if (
-      header.number == 0 and self._wants_state and self._lists.lead_from(header)
-    ):
-      self._state = State(self._folder, header, self._clock())
-    state = self._state
-    if (
-      state is None
-      or state.complete
-      or header != state.header._replace(number=state.parts)
-    ):
-      return self._send(identity, header)
+    now = self._clock()
     try:
-      state.append(part, self._clock())
+      leads = self._lists.lead_from(header)
+      if header.number == 0 and self._wants_state and leads:
+        self._drop_state()
+        self._state = State(header, now)
+      state = self._state
+      if state and not state.complete and header == state.next_header:
+        state.append(part, now)
+        header = state.next_header
+        if state.complete:
+          text = 'worker %d has sent its state of round %d, %d parts'
+          self._say(text, header.rank, header.round, state.parts)
     except OSError as error:
       self._say('the state of worker %d is not kept: %s', header.rank, error)
       self._drop_state()
-      return self._send(identity, header)
-    if state.complete:
-      text = 'worker %d has sent its state of round %d, %d parts'
-      self._say(text, header.rank, header.round, state.parts)
-    self._send(identity, header._replace(number=state.parts))
-
-  def _pull(self, member: _Member, identity: bytes, header: Header) -> None:
-    """Sends a part, or the header alone if it is not there yet."""
-    member.joins, member.awaited = True, False
-    member.least = min(header.round, self.round)
-    state, number = self._usable_state(member.least), header.number
-    if state and state.complete and 0 <= number < state.parts:
-      try:
-        part = state.part(number)
-      except OSError as error:
-        self._say('the state cannot be read: %s', error)
-        self._drop_state()
-      else:
-        at = state.header
-        header = header._replace(round=at.round, chain=at.chain)
-        return self._send(identity, header, part)
     self._send(identity, header)
+
+  def _pull(
+    self, member: _Member, identity: bytes, header: Header, taken: bytes
+  ) -> None:
+    """Sends a part, or the header alone if it is not there yet.
+
+    `taken` is the chain of the state that this worker has taken before, of
+    which it can make no use.
+    """
+    member.joins, member.awaited = True, False
+    state = self._usable_state
+    part = []
+    if state is not None and state.complete:
+      at = state.header
+      if taken == at.chain:
+        self._drop_state()
+      elif 0 <= header.number < state.parts:
+        part.append(state.part(header.number))
+        header = header._replace(round=at.round, chain=at.chain)
+    self._send(identity, header, *part)
 
   def _drop_state(self) -> None:
     if self._state is not None:
@@ -600,16 +571,16 @@ class Rounds:
 
   # What is refused ------------------------------------------------------------
 
-  def _refuse(self, identity: bytes, rank: int, reason: str) -> None:
-    self._say('refused: %s', reason)
-    self._send(identity, Header(frames.REFUSED, rank), reason.encode())
-
-  def _refuse_text(
-    self, identity: bytes, rank: int, text: bytes | None = None
+  def _refuse(
+    self, identity: bytes, rank: int, reason: str, *run: bytes
   ) -> None:
-    self._say('refused: worker %d has another configuration', rank)
-    header = Header(frames.REFUSED, rank)
-    self._send(identity, header, b'', text or self._text or b'')
+    self._say('refused: %s', reason)
+    self._send(identity, Header(frames.REFUSED, rank), reason.encode(), *run)
+
+  def _refuse_text(self, member: _Member, run: bytes) -> None:
+    """Refuses a worker that does not exchange what others do in the run."""
+    reason = f'worker {member.rank} has another configuration'
+    self._refuse(member.identity, member.rank, reason, run)
 
   def _say(self, text: str, *values: object) -> None:
     """Logs a line, if there were not too many: workers cause them."""

@@ -12,25 +12,28 @@ the program after it runs while its messages travel.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers.collectives import Met, Programs, meet, meet_p
+from demo_optax.workers.collectives import Programs, meet, meet_p
+from demo_optax.workers.equations import (
+  function_of,
+  made_by,
+  read_by,
+  values_of,
+  variables,
+)
 from demo_optax.workers.variation import watch_p
 
 # From equations of `meet` at one depth, and what this worker sends in each
 # (None if it only receives), to what all have sent, as in `Met`.
 Exchange = Callable[[list[JaxprEqn], list[Any] | None], Sequence[Any]]
-
-# Makes a program of a function, the variables that it reads and returns, and
-# whether it is the last one of a step.
-Build = Callable[[Callable[..., Any], list[Var], list[Any], bool], Any]
 
 
 class _Meeting(NamedTuple):
@@ -43,11 +46,12 @@ class _Meeting(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """A program between two exchanges."""
+  """A function, then a program, of what is between two exchanges."""
 
-  program: Any
+  run: Any
   reads: list[Var]
   writes: list[Any]
+  is_last: bool
 
 
 class PartedStep:
@@ -59,14 +63,14 @@ class PartedStep:
     wanted: Sequence[int] | None = None,
     follows: bool = False,
     donated: Sequence[int] = (),
-    build: Build | None = None,
+    compiled: Callable[[_Part], Any] | None = None,
   ):
     """Cuts a step that is `flat`.
 
     It returns the outputs of the numbers `wanted`, by default all. One that
     `follows` only receives. The inputs of the numbers `donated` may be
-    overwritten once all exchanges have succeeded. Programs are made by `build`,
-    by default `jax.jit`.
+    overwritten once all exchanges have succeeded. Programs are made of parts by
+    `compiled`, by default `jax.jit`.
     """
     self._jaxpr, self._follows = step.jaxpr, follows
     self._known = dict(zip(step.jaxpr.constvars, step.consts))
@@ -80,12 +84,14 @@ class PartedStep:
     live = self._find_needed(results)
     self.uses = [v in live for v in step.jaxpr.invars]
     self._rounds = self._by_depth()
-    self._parts = self._cut(results, build or self._jit)
+    compiled = compiled or self._jit
+    parts = self._cut(results)
+    self._parts = [part._replace(run=compiled(part)) for part in parts]
 
   def compile(self) -> None:
     """Compiles the parts, those of branches too, before they are run."""
-    for program, reads, _ in self._parts:
-      program.lower(*(v.aval for v in reads)).compile()
+    for part in self._parts:
+      part.run.lower(*(v.aval for v in part.reads)).compile()
     for meeting in self._meetings.values():
       for branch in meeting.branches:
         branch.compile()
@@ -103,18 +109,18 @@ class PartedStep:
       if runs_ahead:
         _run_part(next(parts), values)
       self._meet(meetings, values, exchange)
-    program, reads, _ = next(parts)
-    last = [values[v] for v in reads]
+    part = next(parts)
+    last = values_of(values, part.reads)
     values.clear()  # drops all other references to donated arrays
-    return list(program(*last))
+    return list(part.run(*last))
 
   def _can_run_ahead(self, number: int) -> bool:
     """Returns whether the program after a round need not wait for it."""
     meetings = self._rounds[number]
     if number + 1 == len(self._rounds) or not _is_early(meetings[0].eqn):
       return False
-    awaited = [v for meeting in meetings for v in meeting.writes]
-    return set(awaited).isdisjoint(self._parts[number + 1].reads)
+    awaited = set(self._parts[number + 1].reads)
+    return all(awaited.isdisjoint(meeting.writes) for meeting in meetings)
 
   def _meet(
     self,
@@ -127,19 +133,18 @@ class PartedStep:
     if meets:
       sent = None
       if not self._follows:
-        sent = [_read(values, eqn.invars[0]) for eqn in meets]
+        sent = values_of(values, [eqn.invars[0] for eqn in meets])
       for eqn, met in zip(meets, exchange(meets, sent)):
         values.update(zip(eqn.outvars, met))
     for eqn, _, writes, branches in meetings:
       if branches:
-        # Of arrays that no branch uses, one that follows may have none.
-        number, *operands = [_read(values, v) for v in eqn.invars]
+        number, *operands = values_of(values, eqn.invars)
         found = branches[int(number)].run(operands, exchange)
         values.update(zip(writes, found))
 
   def _find_needed(self, results: Sequence[Any]) -> set[Var]:
     """Finds the equations that are needed; returns all variables they read."""
-    live = {*_variables(results)}
+    live = {*variables(results)}
     for eqn in reversed(self._jaxpr.eqns):
       if _exchanges(eqn):
         meeting = self._meeting(eqn, live)
@@ -147,13 +152,13 @@ class PartedStep:
         live.update(meeting.reads)
       elif live & {*eqn.outvars} or (eqn.effects and not self._follows):
         self._computed.append(eqn)
-        live.update(_variables(eqn.invars))
+        live.update(variables(eqn.invars))
     self._computed.reverse()
     return live
 
   def _meeting(self, eqn: JaxprEqn, live: set[Var]) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
-      sent = [] if self._follows else _variables(eqn.invars)
+      sent = [] if self._follows else variables(eqn.invars)
       return _Meeting(eqn, sent, eqn.outvars, [])
     name = eqn.primitive.name
     if name != 'cond':
@@ -170,9 +175,9 @@ class PartedStep:
     number, *operands = eqn.invars
     reads = [number]
     for branch in branches:
-      reads += [v for v, is_used in zip(operands, branch.uses) if is_used]
+      reads += itertools.compress(operands, branch.uses)
     writes = [eqn.outvars[i] for i in wanted]
-    return _Meeting(eqn, _variables(reads), writes, branches)
+    return _Meeting(eqn, variables(reads), writes, branches)
 
   def _by_depth(self) -> list[list[_Meeting]]:
     """Returns what exchanges, by the number of exchanges before it."""
@@ -180,7 +185,7 @@ class PartedStep:
     rounds: dict[int, list[_Meeting]] = {}
     # Of all equations: one that only receives must count as the others do.
     for eqn in self._jaxpr.eqns:
-      before = [depths.get(v, 0) for v in _variables(eqn.invars)]
+      before = [depths.get(v, 0) for v in variables(eqn.invars)]
       depth = max(before, default=0)
       if eqn in self._meetings:
         depth -= _is_early(eqn)
@@ -189,8 +194,8 @@ class PartedStep:
       depths.update(dict.fromkeys(eqn.outvars, depth))
     return [rounds[depth] for depth in sorted(rounds)]
 
-  def _cut(self, results: list[Any], build: Build) -> list[_Part]:
-    """Returns programs, one before each round, and the last one.
+  def _cut(self, results: list[Any]) -> list[_Part]:
+    """Returns parts, one before each round, and the last one.
 
     An equation is in the first part that needs it: what a message does not
     depend on is computed after it was sent. A constant, which reads nothing, is
@@ -198,48 +203,32 @@ class PartedStep:
     """
     parts: list[_Part] = []
     pending = self._computed
-    sent = [v for m in self._meetings.values() for v in m.reads]
+    sent = _sent_by(self._meetings.values())
     for meetings in self._rounds:
-      wanted = [v for meeting in meetings for v in meeting.reads]
-      eqns = _needed_for(wanted, pending)
-      once = {eqn for eqn in eqns if _variables(eqn.invars)}
+      eqns = _needed_for(_sent_by(meetings), pending)
+      once = {eqn for eqn in eqns if variables(eqn.invars)}
       pending = [eqn for eqn in pending if eqn not in once]
-      later = {*_read_by(pending), *_variables(results)}
-      later = {*sent, *later.intersection(_made_by(once))}
-      writes = [v for v in _made_by(eqns) if v in later]
-      parts.append(self._part(eqns, writes, build, False))
-    parts.append(self._part(pending, results, build, True))
-    return parts
+      later = {*read_by(pending), *variables(results)}
+      later = {*sent, *later.intersection(made_by(once))}
+      writes = [v for v in made_by(eqns) if v in later]
+      run, reads = function_of(self._jaxpr, eqns, writes)
+      parts.append(_Part(run, reads, writes, is_last=False))
+    run, reads = function_of(self._jaxpr, pending, results)
+    return [*parts, _Part(run, reads, results, is_last=True)]
 
-  def _part(
-    self, eqns: list[JaxprEqn], writes: list[Any], build: Build, is_last: bool
-  ) -> _Part:
-    """Returns a program of some equations."""
-    made = {*_made_by(eqns)}
-    reads = dict.fromkeys([*_read_by(eqns), *_variables(writes)])
-    ins = [v for v in reads if v not in made]
-    program = build(
-      _function(self._jaxpr, eqns, ins, writes), ins, writes, is_last
-    )
-    return _Part(program, ins, writes)
-
-  def _jit(
-    self,
-    part: Callable[..., Any],
-    reads: list[Var],
-    writes: list[Any],
-    is_last: bool,
-  ) -> Any:
+  def _jit(self, part: _Part) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     kept = {*self._known, *self._jaxpr.invars} - self._donated
-    kept.update(_variables(writes))
-    free = [_form(v) for v in writes if v not in reads] if is_last else []
+    kept.update(variables(part.writes))
+    free = []
+    if part.is_last:
+      free = [_form(v) for v in part.writes if v not in part.reads]
     donated = []
-    for number, v in enumerate(reads):
+    for number, v in enumerate(part.reads):
       if v not in kept and _form(v) in free:
         free.remove(_form(v))
         donated.append(number)
-    return jax.jit(part, donate_argnums=donated)
+    return jax.jit(part.run, donate_argnums=donated)
 
 
 def meetings_in(jaxpr: Jaxpr) -> list[str]:
@@ -263,24 +252,15 @@ def _is_early(eqn: JaxprEqn) -> bool:
 
 
 def _run_part(part: _Part, values: dict[Var, Any]) -> None:
-  program, reads, writes = part
-  values.update(zip(writes, program(*[values[v] for v in reads])))
+  found = part.run(*values_of(values, part.reads))
+  values.update(zip(part.writes, found))
 
 
-def _read(values: dict[Var, Any], atom: Any) -> Any:
-  return values.get(atom) if isinstance(atom, Var) else atom.val
-
-
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-  return [v for v in atoms if isinstance(v, Var)]
-
-
-def _read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  return [v for eqn in eqns for v in _variables(eqn.invars)]
-
-
-def _made_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
-  return [v for eqn in eqns for v in eqn.outvars]
+def _sent_by(meetings: Iterable[_Meeting]) -> list[Var]:
+  found = []
+  for meeting in meetings:
+    found += meeting.reads
+  return found
 
 
 def _needed_for(
@@ -291,16 +271,8 @@ def _needed_for(
   for eqn in reversed(eqns):
     if not needed.isdisjoint(eqn.outvars):
       found.append(eqn)
-      needed.update(_variables(eqn.invars))
+      needed.update(variables(eqn.invars))
   return found[::-1]
-
-
-def _function(
-  jaxpr: Jaxpr, eqns: list[JaxprEqn], ins: list[Var], outs: list[Any]
-) -> Callable[..., list[Any]]:
-  """Returns a function of some equations of a program."""
-  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
-  return core.jaxpr_as_fun(ClosedJaxpr(part, []))
 
 
 def _form(v: Any) -> Any:
@@ -325,7 +297,7 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
   for eqn in jaxpr.eqns:
-    ins = [_read(values, v) for v in eqn.invars]
+    ins = values_of(values, eqn.invars)
     name = eqn.primitive.name
     is_call = name in ('pjit', 'jit', 'shard_map') and _exchanges(eqn)
     if eqn.primitive is watch_p:
@@ -335,11 +307,10 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
     elif is_call:
       found = _replay(eqn.params['jaxpr'], *ins)
     else:
-      reads = list(dict.fromkeys(_variables(eqn.invars)))
-      run = _function(jaxpr, [eqn], reads, eqn.outvars)
-      found = run(*[values[v] for v in reads])
+      run, reads = function_of(jaxpr, [eqn], eqn.outvars)
+      found = run(*values_of(values, reads))
     values.update(zip(eqn.outvars, found))
-  return [_read(values, v) for v in jaxpr.outvars]
+  return values_of(values, jaxpr.outvars)
 
 
 def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
@@ -353,37 +324,34 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   specs = dict(zip(body.invars, eqn.params['in_specs']))
   devices = P(mesh.axis_names)
 
-  def build(
-    part: Callable[..., Any],
-    reads: list[Var],
-    writes: list[Any],
-    is_last: bool,
-  ) -> Any:
+  def compiled(part: _Part) -> Any:
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
       own = []
-      for v, x in zip(reads, arrays):
+      for v, x in zip(part.reads, arrays):
         own.append(x if v in specs else x[0])  # from [1, ...] on each device
-      found = part(*own)
-      return found if is_last else [x[None] for x in found]
+      found = part.run(*own)
+      return found if part.is_last else [x[None] for x in found]
 
-    of_results = eqn.params['out_specs']
+    out_specs = [devices] * len(part.writes)
+    if part.is_last:
+      out_specs = list(eqn.params['out_specs'])
+    in_specs = tuple(specs.get(v, devices) for v in part.reads)
     return jax.shard_map(
       on_device,
       mesh=mesh,
-      in_specs=tuple(specs.get(v, devices) for v in reads),
-      out_specs=list(of_results) if is_last else [devices] * len(writes),
+      in_specs=in_specs,
+      out_specs=out_specs,
       check_vma=False,
     )
 
-  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Met]:
+  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
     found = []
     for eqn, x in zip(eqns, sent or []):  # f32[devices, ...]
-      met = meet(x, Programs(eqn.params['size']), _is_early(eqn))
-      rows = jnp.moveaxis(met.rows, 1, 0)  # f32[devices, workers, ...]
-      flags = [
-        jnp.broadcast_to(flag, (len(x), *flag.shape)) for flag in met[1:]
-      ]
-      found.append(Met(rows, *flags))
+      rows, *flags = meet(x, Programs(eqn.params['size']), _is_early(eqn))
+      # From f32[workers, devices, ...]; all devices have the same flags.
+      to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
+      found.append(to_devices(rows, flags))
     return found
 
-  return PartedStep(ClosedJaxpr(body, []), build=build).run(ins, exchange)
+  parts = PartedStep(ClosedJaxpr(body, []), compiled=compiled)
+  return parts.run(ins, exchange)

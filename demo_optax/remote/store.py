@@ -1,113 +1,113 @@
 """What a relay keeps in files: the last lists, and a state for who joins.
 
-A disk that is full, or files that somebody has removed, cost a relay the list
-or the state, and nothing else.
+The files have no names: nobody can remove them, and none is left behind. A disk
+that is full costs a relay the list or the state, and nothing else.
 """
 
 import contextlib
-import pathlib
 import pickle
-from collections.abc import Sequence
-from typing import NamedTuple
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import IO
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
 
 
-class Closed(NamedTuple):
-  """The list of a round that is closed."""
-
-  messages: Sequence[bytes]  # of all ranks, b'' of absent workers
-  wants_state: bool = False  # whether a worker shall send its state
-
-
 class Lists:
-  """The lists of the last rounds, each with the chain before it."""
+  """The lists of the last rounds, each with the chain before it.
 
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
+  `open` is the round whose list is not there yet. `say(text, *values)` logs a
+  list that cannot be kept: workers that miss it must join.
+  """
+
+  def __init__(self, say: Callable[..., None]):
+    self.open = 0
+    self._say = say
     # The chain before the open round, and before each whose list is kept.
     self._chains: dict[int, bytes] = {}
-
-  def clear(self) -> None:
-    """Forgets all lists."""
-    for number in list(self._chains):
-      self._remove(number)
+    self._files: dict[int, IO[bytes]] = {}
 
   def begin(self, number: int, chain: bytes) -> None:
     """Begins with a round that is open."""
-    self.clear()
+    self.open = number
     self._chains[number] = chain
 
   def lead_from(self, at: Header) -> bool:
     """Returns whether lists lead from a position to the open round."""
     return self._chains.get(at.round) == at.chain
 
-  def close(self, number: int, closed: Closed) -> None:
-    """Keeps the list of the open round; the next one is open.
+  def close(self, closed: Sequence[bytes]) -> None:
+    """Keeps the list of the open round; the next one is open."""
+    number, chain = self.open, self._chains[self.open]
+    self.open += 1
+    self._chains[self.open] = frames.digest(chain, *closed)
+    self.add(number, chain, closed)
 
-    If the list cannot be kept, workers that miss it must join: an `OSError`.
-    """
-    chain = frames.digest(self._chains[number], *closed.messages)
-    self._chains[number + 1] = chain
-    self._write(number, closed)
-
-  def add(self, at: Header, messages: Sequence[bytes]) -> None:
-    """Keeps the list after a position, which leads to the open round."""
-    self._chains[at.round] = at.chain
-    self._write(at.round, Closed(messages))
-
-  def read(self, number: int) -> Closed | None:
-    """Returns the list of a closed round, or None if its file is lost."""
+  def add(self, number: int, chain: bytes, closed: Sequence[bytes]) -> None:
+    """Keeps the list of a closed round."""
+    self._chains[number] = chain
     try:
-      return Closed(*pickle.loads((self._folder / f'{number}').read_bytes()))
-    except OSError:
+      self._files[number] = file = _new_file()
+      pickle.dump(closed, file)
+      file.flush()
+    except OSError as error:
       self._remove(number)
-      return None
+      self._say('round %d is not kept: %s', number, error)
+
+  def read(self, number: int) -> Sequence[bytes]:
+    """Returns the list of a closed round."""
+    file = self._files[number]
+    file.seek(0)
+    return pickle.load(file)
 
   def drop(self, last: int) -> None:
     """Drops the lists of old rounds, up to the round `last`."""
     for old in [number for number in self._chains if number <= last]:
       self._remove(old)
 
-  def _write(self, number: int, closed: Closed) -> None:
-    try:
-      with (self._folder / f'{number}').open('wb') as file:
-        pickle.dump(tuple(closed), file)
-    except OSError:
-      self._remove(number)
-      raise
-
   def _remove(self, number: int) -> None:
     del self._chains[number]
-    with contextlib.suppress(OSError):
-      (self._folder / f'{number}').unlink()
+    if number in self._files:
+      _close(self._files.pop(number))
 
 
 class State:
   """The shared state before a round, in parts, as one worker sends it."""
 
-  def __init__(self, folder: pathlib.Path, header: Header, now: float):
+  def __init__(self, header: Header, now: float):
     self.header = header  # of the first part
     self.parts = 0  # that are there
     self.since = now  # when the last one came
     self.complete = False
-    self._path = folder / 'state'
+    self._file = _new_file()
+
+  @property
+  def next_header(self) -> Header:
+    """The header of the part that is missing next."""
+    return self.header._replace(number=self.parts)
 
   def append(self, part: bytes, now: float) -> None:
     """Keeps the next part, or raises an `OSError`."""
-    with self._path.open('ab' if self.parts else 'wb') as file:
-      file.write(part)
+    self._file.write(part)
+    self._file.flush()
     self.parts, self.since = self.parts + 1, now
     self.complete = len(part) < frames.PART
 
   def part(self, number: int) -> bytes:
-    """Returns one of its parts, or raises an `OSError`."""
-    with self._path.open('rb') as file:
-      file.seek(number * frames.PART)
-      return file.read(frames.PART)
+    """Returns one of its parts."""
+    self._file.seek(number * frames.PART)
+    return self._file.read(frames.PART)
 
   def remove(self) -> None:
     """Frees the disk."""
-    with contextlib.suppress(OSError):
-      self._path.unlink()
+    _close(self._file)
+
+
+def _new_file() -> IO[bytes]:
+  return tempfile.TemporaryFile()
+
+
+def _close(file: IO[bytes]) -> None:
+  with contextlib.suppress(OSError):  # what could not be written
+    file.close()

@@ -1,13 +1,14 @@
 """Decides once for equal calls which role each argument's array has.
 
 The caller names the batches. All else is shared by the workers, except what its
-type says is one worker's own: momentum in the state of an exchange, and random
-keys.
+type says is one worker's own: momentum in an exchange's state, and random keys.
 """
 
+import collections
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,10 +19,17 @@ from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.roles import Role
+from demo_optax.step.trees import (
+  Constant,
+  Form,
+  Known,
+  Shape,
+  StateForm,
+  is_constant,
+)
 from demo_optax.workers import Workers
 from demo_optax.workers.workers import is_on, put
 
-Shape = tuple[int, ...]
 Value = TypeVar('Value')
 
 
@@ -29,31 +37,36 @@ Value = TypeVar('Value')
 class Options:
   """The options of `data_parallel`, arguments by their names."""
 
+  signature: inspect.Signature  # of the step
   batches: frozenset[str]
   static: frozenset[str]
   donated: frozenset[str]
   axis: int | Mapping[str, int] | None  # of rows, by default the first one
 
+  def axis_of(self, name: str) -> int:
+    """Returns along which axis an argument has its rows."""
+    if isinstance(self.axis, Mapping):
+      return self.axis.get(name, 0)
+    return self.axis or 0
+
 
 @dataclasses.dataclass
 class Array:
-  """One array of a call.
+  """An array in a call.
 
   Attributes:
-    keys: its path, from the name of its argument.
+    keys: its path, from its argument's name.
     type: its shape and dtype, as all workers have it.
     role: see `Role`.
-    axis: that of its rows, if it is a batch.
-    in_state: whether its argument holds Flax objects or dataclasses.
+    axis: where its rows are, if it is a batch.
     sharding: where it belongs on a mesh.
   """
 
   keys: Keys
   type: jax.ShapeDtypeStruct
   role: Role
-  axis: int = 0
-  in_state: bool = False
-  sharding: NamedSharding | None = None
+  axis: int
+  sharding: NamedSharding | None
 
   @property
   def name(self) -> str:
@@ -66,112 +79,50 @@ class Array:
     return self.type.shape
 
 
-class Numbered(NamedTuple):
-  """An object of the call, or an array that one holds."""
-
-  source: str  # 'object' or 'variable'
-  number: int
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Constant:
-  """A part of a tree that is not an array, and that a program is for."""
-
-  value: object
-  type: type  # since `1 == 1.0`
-
-
-def only_arrays(
-  tree: object,
-  objects: list[object],
-  variables: Sequence[jax.Array] = (),
-) -> Any:
-  """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
-
-  NNX objects have numbers there, and new ones are added to `objects`; so have
-  the `variables` of objects after a step.
-  """
-  numbers: dict[int, Numbered] = {}
-  for source, values in ('object', objects), ('variable', variables):
-    for number, x in enumerate(values):
-      numbers[id(x)] = Numbered(source, number)
-
-  def wrap(x: object, traces_number: bool) -> object:
-    if id(x) not in numbers:
-      if modules.is_array(x, traces_number):
-        return x
-      if not modules.is_object(x):
-        return Constant(x, type(x))
-      numbers[id(x)] = Numbered('object', len(objects))
-      objects.append(x)
-    return Constant(numbers[id(x)], Numbered)
-
-  return modules.map_leaves(wrap, tree)
-
-
-class Form(NamedTuple):
-  """The structure of the arguments or results of a step, without arrays.
-
-  Its arrays are those of the tree, then those of its NNX objects.
-  """
-
-  treedef: jax.tree_util.PyTreeDef  # of `only_arrays`
-  objects: object  # the structure of the NNX objects: see `modules.split`
-
-  def merge(
-    self,
-    arrays: Sequence[jax.Array],
-    inner: bool,
-  ) -> tuple[Any, list[object]]:
-    """Returns the tree with these arrays, and its NNX objects."""
-    count = self.treedef.num_leaves
-    variables = arrays[count:]
-    objects = modules.merge(self.objects, variables, inner)
-    sources = {'object': objects, 'variable': variables}
-
-    def plain(x: object) -> object:
-      if not isinstance(x, Constant):
-        return x
-      if isinstance(x.value, Numbered):
-        return sources[x.value.source][x.value.number]
-      return x.value
-
-    tree = self.treedef.unflatten(arrays[:count])
-    return jax.tree.map(plain, tree, is_leaf=_is_constant), objects
-
-
-def _is_constant(x: object) -> bool:
-  return isinstance(x, Constant)
-
-
-# What an argument and its next value among the results have in common: the
-# structure, and the shapes of the arrays in the step.
-StateForm = tuple[object, tuple[Shape, ...]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """An analysed call: its arguments and keyword arguments.
+  """An analysed call.
 
   Attributes:
-    form: the structure of the arguments.
+    options: what the step was decorated with.
+    names: the arguments that are given.
+    form: their structure.
     arrays: the arrays in them.
-    rows: length of one worker's batch; None if there is no batch.
-    axis: that of the rows in results.
-    states: by the form of shared arguments, the numbers of the first array of
-      each. A result of this form is the argument's next value.
-    ambiguous: numbers of the arrays in arguments of the same form.
+    rows: the length that one worker's batch has; None without a batch.
+    axis: where rows are in results.
+    states: for each form that shared arguments have, the numbers at which
+      they start. A result with this form is the argument's next value.
     own_params: see `own_params.find`.
   """
 
+  options: Options
+  names: Sequence[str]
   form: Form
   arrays: list[Array]
   rows: int | None
   axis: int
   states: dict[StateForm, list[int]]
-  ambiguous: frozenset[int]
   own_params: dict[int, list[int]]
+
+  @property
+  def roles(self) -> list[Role]:
+    """The role of each array."""
+    return [array.role for array in self.arrays]
+
+  @property
+  def described(self) -> dict[str, str]:
+    """The arguments, as processes compare them."""
+    types = [f'{x.name} {x.type.dtype}{list(x.shape)}' for x in self.arrays]
+    return {'arguments of the step': ', '.join(types)}
+
+  def bind(
+    self,
+    arrays: Sequence[jax.Array],
+  ) -> tuple[inspect.BoundArguments, list[object]]:
+    """Returns the step's arguments with these arrays, and its NNX objects."""
+    values, objects = self.form.merge(arrays, inner=True)
+    named: Any = dict(zip(self.names, values))
+    return inspect.BoundArguments(self.options.signature, named), objects
 
   def replace(
     self,
@@ -179,7 +130,7 @@ class Call:
     fun: Callable[[Value, Array], Value],
     xs: Sequence[Value],
   ) -> list[Value]:
-    """Applies a function to the arrays of one role."""
+    """Applies a function to the arrays that have a role."""
     found = []
     for x, array in zip(xs, self.arrays):
       found.append(fun(x, array) if array.role is role else x)
@@ -187,80 +138,61 @@ class Call:
 
 
 def analyse(
-  step: str,
   workers: Workers,
   options: Options,
-  named: Sequence[tuple[str, object]],
+  named: Mapping[str, object],
   form: Form,
   objects: Sequence[object],
   variables: Sequence[jax.Array],
 ) -> Call:
-  """Decides about every array of a call of `step`.
+  """Decides about every array in a call.
 
   `named` are its arguments in order, each with `only_arrays`.
   """
   arrays: list[Array] = []
   states: dict[StateForm, list[int]] = {}
-  ambiguous: set[int] = set()
   paths: dict[int, Keys] = {}  # of the NNX objects
-  for name, value in named:
-    own = _arrays_of(name, value, options, paths)
-    if name in options.batches:
-      _check_batch(name, value, own)
-    elif own:
-      # The step sees no axis of workers.
+  for name, value in named.items():
+    start = len(arrays)
+    roles = iter(modules.roles_of(value))
+    for keys, x in leaves_of({name: value}, is_constant):
+      if not isinstance(x, Constant):
+        arrays.append(_array(workers, options, keys, x, next(roles)))
+      elif x.type is Known:
+        paths[x.value] = keys
+      else:
+        _check_hashable(keys, x.value)
+    if name not in options.batches and len(arrays) > start:
+      # As the step sees them, without the axis of workers.
+      own = arrays[start:]
       shapes = [x.shape[x.role is Role.STACKED :] for x in own]
-      starts = states.setdefault((jax.tree.structure(value), tuple(shapes)), [])
-      starts.append(len(arrays))
-      # Which of them a result continues is known by the order alone.
-      if len(starts) > 1:
-        for start in starts:
-          ambiguous.update(range(start, start + len(own)))
-    arrays += own
+      state = jax.tree.structure(value), tuple(shapes)
+      states.setdefault(state, []).append(start)
+  # Arrays of Flax objects follow, by the path of the object in the arguments.
   said = modules.variables(objects)
   for ((number, *rest), role), x in zip(said, variables):
-    arrays.append(_array((*paths[number], *rest), x, role))
+    keys = *paths[number], *rest
+    arrays.append(_array(workers, options, keys, x, role))
   _check_not_accumulated(arrays)
   _check_stacked(workers, arrays)
-  if workers.mesh is not None:
-    for array in arrays:
-      array.sharding = workers.sharding(array.keys, array.shape)
-      if array.role is Role.BATCH:
-        spec = P(*[None] * array.axis, workers.spmd_axis_name)
-        array.sharding = NamedSharding(workers.mesh, spec)
-  rows = _rows(step, workers, options, arrays)
-  axis = next((x.axis for x in arrays if x.role is Role.BATCH), 0)
-  copies = own_params.find([array.keys for array in arrays])
-  return Call(form, arrays, rows, axis, states, frozenset(ambiguous), copies)
+  cut = [array for array in arrays if array.role is Role.BATCH]
+  _check_batches(options, named, cut)
+  return Call(
+    options,
+    [*named],
+    form,
+    arrays,
+    rows=_rows(workers, cut),
+    axis=cut[0].axis if cut else 0,
+    states=states,
+    own_params=own_params.find(arrays),
+  )
 
 
-def _arrays_of(
-  name: str,
+def _check_hashable(
+  keys: Keys,
   value: object,
-  options: Options,
-  paths: dict[int, Keys],
-) -> list[Array]:
-  """Returns the arrays of an argument; adds paths of NNX objects to `paths`."""
-  is_batch = name in options.batches
-  in_state = not is_batch and modules.holds_state(value)
-  roles = iter(modules.roles_of(value))
-  found = []
-  for keys, x in leaves_of(value, _is_constant):
-    keys = (name, *keys)
-    if not isinstance(x, Constant):
-      array = _array(keys, x, next(roles), is_batch)
-      array.in_state = in_state
-      if array.role is Role.BATCH:
-        array.axis = _axis_of(options, name)
-      found.append(array)
-    elif isinstance(x.value, Numbered):
-      paths[x.value.number] = keys
-    else:
-      _check_hashable(keys, x.value)
-  return found
-
-
-def _check_hashable(keys: Keys, value: object) -> None:
+) -> None:
   """Raises for a value by which no program can be found again."""
   try:
     hash(value)
@@ -273,33 +205,43 @@ def _check_hashable(keys: Keys, value: object) -> None:
 
 
 def _array(
+  workers: Workers,
+  options: Options,
   keys: Keys,
   x: Any,
   said: Role | None,
-  is_batch: bool = False,
 ) -> Array:
-  """Analyses an array; `said` is from `modules.roles_of`."""
+  """Analyses an array; `said` is what its variable's class says."""
+  # Also for Python's numbers, whose dtype JAX chooses.
+  name = keys[0]
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
-  array = Array(keys, struct, Role.SHARED)
-  array.role = _role(array, said, is_batch)
-  return array
+  has_rows = name in options.batches and bool(struct.shape)
+  role, axis = _role(keys, struct, said, has_rows), options.axis_of(name)
+  sharding = None
+  if workers.mesh is not None:
+    sharding = workers.sharding(keys, struct.shape)
+    if role is Role.BATCH:
+      spec = P(*[None] * axis, workers.spmd_axis_name)
+      sharding = NamedSharding(workers.mesh, spec)
+  return Array(keys, struct, role, axis, sharding)
 
 
 def place(
   workers: Workers,
   x: Any,
-  a: Array,
+  array: Array,
 ) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
-  if a.in_state and type(x) is int:
+  if type(x) is int and len(array.keys) > 1:
     # A count of 0 in a state gets the dtype of those that a step returns, or
     # the step would be compiled for both.
-    x = np.asarray(x, a.type.dtype)
-  target = a.sharding
+    x = np.asarray(x, array.type.dtype)
+  target = array.sharding
   if target is None or isinstance(x, jax.core.Tracer):
     return x
   if is_on(workers.mesh, x) and (
-    a.role is not Role.STACKED or x.sharding.is_equivalent_to(target, x.ndim)
+    array.role is not Role.STACKED
+    or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:
       return x
@@ -308,62 +250,40 @@ def place(
     spec = x.sharding.spec
     full = P(*spec, *[None] * (x.ndim - len(spec)))
     target = NamedSharding(target.mesh, full)
-    if x.sharding == target:
-      return x
   return put(x, target)
 
 
 def _role(
-  x: Array,
+  keys: Keys,
+  x: jax.ShapeDtypeStruct,
   said: Role | None,
-  is_batch: bool,
+  has_rows: bool,
 ) -> Role:
-  """Returns the role of an array; `said` is what its variable's class says."""
-  if is_stacked(x.keys[1:]):
+  """Returns an array's role; `said` is what its variable's class says."""
+  if is_stacked(keys[1:]):
     return Role.STACKED
-  has_rows = is_batch and bool(x.shape)
-  if said in (None, Role.KEY) and prng.is_key_array(x.type):
+  if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.BATCH if has_rows else Role.KEY
   if said is not None:
     return said
   if has_rows:
     return Role.BATCH
-  if len(x.keys) == 1 and prng.is_legacy_key(x.type):
+  if len(keys) == 1 and prng.is_legacy_key(x):
     raise ValueError(
-      f'{x.name} must not be a legacy random key, got uint32[2], which all'
+      f'{keys[0]} must not be a legacy random key, got uint32[2], which all'
       ' workers would share. Pass a typed key, jax.random.key(seed) or'
-      f' jax.random.wrap_key_data({x.name}), into which each worker folds its'
+      f' jax.random.wrap_key_data({keys[0]}), into which each worker folds its'
       ' number. Pass data of this shape in a tuple or dict.'
     )
   return Role.SHARED
 
 
-def _axis_of(options: Options, name: str) -> int:
-  if isinstance(options.axis, Mapping):
-    return options.axis.get(name, 0)
-  return options.axis or 0
-
-
-def _check_batch(
-  name: str,
-  value: Any,
+def _check_stacked(
+  workers: Workers,
   arrays: Sequence[Array],
 ) -> None:
-  """Raises for a batch without arrays to cut."""
-  kind = value.type if isinstance(value, Constant) else type(value)
-  is_container = issubclass(kind, Mapping | tuple | list)
-  is_cut = any(array.role is Role.BATCH for array in arrays)
-  if not is_cut and (arrays or not is_container):
-    raise ValueError(
-      f'{name} must hold arrays whose rows are cut over the workers, got'
-      f' {kind.__name__} of {len(arrays)} numbers. Pass arrays:'
-      f' np.asarray({name}).'
-    )
-
-
-def _check_stacked(workers: Workers, arrays: Sequence[Array]) -> None:
-  """Raises for a state of another number of workers."""
-  count = workers.count if workers.stacked_gradients else 1
+  """Raises for a state that was made for more or fewer workers."""
+  count = workers.num_here
   for a in arrays:
     if a.role is Role.STACKED and a.shape[:1] != (count,):
       raise ValueError(
@@ -376,13 +296,14 @@ def _check_stacked(workers: Workers, arrays: Sequence[Array]) -> None:
 
 
 def _check_not_accumulated(arrays: Sequence[Array]) -> None:
-  """Raises for a state of optax.MultiSteps."""
-  fields = 'mini_step', 'gradient_step', 'acc_grads'
-  holders = [
-    {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
-    for field in fields
-  ]
-  if set.intersection(*holders):
+  """Raises for a state that optax.MultiSteps has made."""
+  fields = {'mini_step', 'gradient_step', 'acc_grads'}
+  found = collections.defaultdict(set)  # by the path of what has them
+  for array in arrays:
+    for place, key in enumerate(array.keys):
+      if key in fields:
+        found[array.keys[:place]].add(key)
+  if fields in found.values():
     raise ValueError(
       'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
       ' got a state of it: it would exchange in every call and drop all results'
@@ -391,40 +312,53 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
     )
 
 
-def _rows(
-  step: str,
-  workers: Workers,
+def _check_batches(
   options: Options,
-  arrays: Sequence[Array],
+  named: Mapping[str, object],
+  cut: Sequence[Array],
+) -> None:
+  """Raises for a batch without arrays to cut, unless it is empty."""
+  # One batch of several may be empty, such as an optional mask.
+  wrong = []
+  for name in sorted(options.batches & named.keys()):
+    has_leaves = jax.tree.leaves(named[name], is_leaf=is_constant)
+    is_cut = any(array.keys[0] == name for array in cut)
+    if not is_cut and (has_leaves or not cut):
+      wrong.append(name)
+  if wrong:
+    raise ValueError(
+      'The batch of a step must hold arrays whose rows are cut over the'
+      f' workers, got none in {", ".join(wrong)}. Pass arrays,'
+      f' np.asarray({wrong[0]}), or give batch_argnames=() if the step draws'
+      ' its batch by a random key.'
+    )
+
+
+def _rows(
+  workers: Workers,
+  cut: Sequence[Array],
 ) -> int | None:
-  """Returns the length of one worker's batch, from those of all arrays cut."""
-  cut = [a for a in arrays if a.role is Role.BATCH]
-  for a in cut:
-    if not 0 <= a.axis < len(a.shape):
+  """Returns how many rows one worker has, from all arrays that are cut."""
+  names = {}
+  for array in cut:
+    if not 0 <= array.axis < len(array.shape):
       raise ValueError(
-        f'batch_axis must be an axis of every batch, got {a.axis} for'
-        f' {a.name} of shape {a.shape}. Give one for each argument:'
+        f'batch_axis must be an axis of every batch, got {array.axis} for'
+        f' {array.name} of shape {array.shape}. Give one for each argument:'
         " batch_axis={'images': 1}."
       )
-  if not options.batches:
+    names[array.shape[array.axis]] = array.name
+  if not names:
     return None
-  if not cut:
-    raise ValueError(
-      f'The batch of {step} must hold arrays, got none in'
-      f' {", ".join(sorted(options.batches))}. Pass a batch, or give'
-      ' batch_argnames=() if the step draws its batch by a random key.'
-    )
-  names = {a.shape[a.axis]: a.name for a in cut}
   if len(names) > 1:
     some = ', '.join(f'{name}: {length}' for length, name in names.items())
     raise ValueError(
-      f'The arrays of one batch must have the same number of rows, got {some}'
-      f' in {step}. Name as batches only arguments of such arrays, and give'
+      f'The arrays of one batch must have the same number of rows, got'
+      f' {some}. Name as batches only arguments of such arrays, and give'
       ' batch_axis if rows are not along the first axis.'
     )
   ((length, name),) = names.items()
-  # The batch of a separate program is its own.
-  parts = workers.count if workers.stacked_gradients else 1
+  parts = workers.num_here
   if length % parts or not length:
     raise ValueError(
       f'{name} must have rows that divide among {workers}, got {length} rows.'

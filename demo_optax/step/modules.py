@@ -8,9 +8,8 @@ Flax is imported by the user or not at all.
 
 import collections
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +27,29 @@ def param_specs(
 ) -> Any:
   """Returns the partition specs that a Flax model's own annotations ask for.
 
-  For `Workers.on_mesh(mesh, axis_name, param_specs)`.
+  They are for `Workers.on_mesh(mesh, axis_name, param_specs)`.
+
+  Example:
+    >>> import demo_optax, jax
+    >>> from flax import nnx
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
+    >>> with jax.set_mesh(jax.make_mesh((1,), ('fsdp',))):
+    ...   layer = nnx.Linear(2, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    >>> print(demo_optax.param_specs(layer)['kernel'].get_value())
+    P(None, 'fsdp')
 
   Args:
     model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
-      or `variables['params']` of a Linen model, before `nn.unbox`.
-    rules: pairs `(logical axis, mesh axis or None)`; by default those of the
+      or a Linen model's `variables['params']`, before `nn.unbox`.
+    rules: pairs `(logical axis, mesh axis or None)`; by default the
       surrounding `nnx.logical_axis_rules` or `nn.logical_axis_rules`.
 
   Returns:
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
+
+  Raises:
+    TypeError: what is given is no model with its metadata.
+    ValueError: logical axes without rules.
   """
   nnx = _nnx()
   if nnx is not None and isinstance(model, nnx.Module):
@@ -95,7 +107,7 @@ def in_transform() -> Iterator[None]:
 
 
 def split(objects: Sequence[object]) -> tuple[list[jax.Array], object]:
-  """Returns the arrays of NNX objects, split together, and the structure."""
+  """Splits NNX objects together; returns their arrays and structure."""
   if not objects:
     return [], None
   with _nnx().split_context(_CONTEXT) as context:
@@ -109,7 +121,7 @@ def merge(
   leaves: Sequence[jax.Array],
   inner: bool,
 ) -> list[object]:
-  """Undoes `split`: makes objects `inner` of a step, updates them outside."""
+  """Undoes `split`: makes objects `inner` in a step, updates them outside."""
   if structure is None:
     return []
   graphdef, treedef = structure
@@ -120,27 +132,31 @@ def merge(
 def variables(
   objects: Sequence[object],
 ) -> list[tuple[Keys, Role | None]]:
-  """Returns the path and role (`roles_of`) of each array of `split`."""
+  """Returns for each array from `split` its path and role (`roles_of`)."""
   if not objects:
     return []
   _, flat = _nnx().graph.flatten(list(objects), graph=True)
   return _with_roles(list(zip(flat.paths, flat.leaves)))
 
 
-def check_variables(before: Sequence[Keys], objects: Sequence[object]) -> None:
-  """Raises if a step has changed which arrays its NNX objects hold."""
+def check_variables(
+  before: Sequence[tuple[Keys, Role | None]],
+  objects: Sequence[object],
+) -> None:
+  """Raises if NNX objects hold other arrays than the `variables` before."""
   if not objects:
     return
-  after = [keys for keys, _ in variables(objects)]
-  changed = {*before} ^ {*after}
+  # By their paths: values may change, and the objects' other attributes.
+  known, after = dict(before), dict(variables(objects))
+  changed = known.keys() ^ after.keys()
   for keys, node in _nnx().iter_graph(list(objects)):
     if not is_object(node):
       continue
     for name, x in vars(node).items():
       path = (*keys, name)
-      if isinstance(x, jax.core.Tracer) and path not in before:
+      if isinstance(x, jax.core.Tracer) and path not in known:
         changed.add(path)  # in a plain attribute
-  if changed or after != [*before]:
+  if changed or [*after] != [*known]:
     raise ValueError(
       'A step must not add or remove arrays of its Flax objects, got'
       f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
@@ -154,51 +170,32 @@ def is_object(x: object) -> bool:
   return nnx is not None and isinstance(x, nnx.Pytree)
 
 
-def holds_state(tree: object) -> bool:
-  """Returns whether `tree` is, or holds, Flax variables or dataclasses."""
-  nnx = _nnx()
-  kinds = () if nnx is None else (nnx.State, nnx.Variable)
-
-  def is_state(x: object) -> bool:
-    return dataclasses.is_dataclass(x) or isinstance(x, kinds)
-
-  return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+def is_equinox(x: object) -> bool:
+  """Returns whether `x` is an Equinox module."""
+  return isinstance(x, getattr(sys.modules.get('equinox'), 'Module', ()))
 
 
-def map_leaves(fun: Callable[[object, bool], object], tree: object) -> Any:
-  """Applies `fun(leaf, traces_number)`; NNX objects are leaves.
+def is_array(
+  x: object,
+  in_equinox: bool,
+) -> bool:
+  """Returns whether a leaf is an array; a step is compiled for all others.
 
-  `traces_number` says whether the leaf is an array if it is a Python number.
-  Not in Equinox modules, whose layers decide by numbers what to trace
-  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`.
+  Numbers in Equinox modules are not, as in `eqx.filter_jit`: layers decide by
+  them what to trace (`eqx.nn.MaxPool2d.init`).
   """
-  module = getattr(sys.modules.get('equinox'), 'Module', ())
-  kinds = module, getattr(_nnx(), 'Pytree', ())
-  parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, kinds))
-  found = []
-  for part in parts:
-    if isinstance(part, module):
-      part = jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
-    else:
-      part = fun(part, True)
-    found.append(part)
-  return treedef.unflatten(found)
-
-
-def is_array(x: object, traces_number: bool) -> bool:
-  """Returns whether a leaf is an array; a step is compiled for all others."""
   if isinstance(x, _ARRAYS):
     return True
   is_number = isinstance(x, int | float | complex) and type(x) is not bool
-  return traces_number and is_number
+  return is_number and not in_equinox
 
 
 def roles_of(tree: object) -> list[Role | None]:
   """Returns the roles that Flax's variables say by their classes.
 
-  `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count of an
-  `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for counts
-  of streams and for variables of optimizers, None for anything else.
+  `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count in an
+  `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for a
+  stream's count and an optimizer's variables, None for anything else.
   """
   nnx = _nnx()
   if nnx is None:
@@ -210,24 +207,25 @@ def roles_of(tree: object) -> list[Role | None]:
 def _with_roles(
   flat: Sequence[tuple[Keys, object]],
 ) -> list[tuple[Keys, Role | None]]:
-  """Returns the paths and roles of the arrays in variables."""
+  """Returns paths and roles for the arrays in variables."""
   nnx = _nnx()
-  fields = collections.defaultdict(set)  # of metrics
+  # A metric is an average by the fields that it has.
+  fields = collections.defaultdict(set)
   for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
       fields[keys[:-1]].add(keys[-1])
   found: list[tuple[Keys, Role | None]] = []
   for keys, x in flat:
     role = None
-    if isinstance(x, nnx.BatchStat):
-      role = Role.STATISTICS
-    # Noise of an optimizer must be equal on all workers.
-    elif isinstance(x, nnx.RngCount | nnx.OptState):
-      role = Role.SHARED
-    elif isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
-      role = Role.KEY
-    elif isinstance(x, nnx.metrics.MetricState):
-      is_average = fields[keys[:-1]] == {'total', 'count'}
-      role = Role.ADDED if is_average else Role.SHARED
+    match x:
+      case nnx.BatchStat():
+        role = Role.STATISTICS
+      case nnx.RngCount() | nnx.OptState():
+        role = Role.SHARED  # also keys: optimizers draw the same on all workers
+      case nnx.metrics.MetricState():
+        is_average = fields[keys[:-1]] == {'total', 'count'}
+        role = Role.ADDED if is_average else Role.SHARED
+      case nnx.Variable() if prng.is_key_array(x.get_value()):
+        role = Role.KEY
     found += [(keys, role)] * len(jax.tree.leaves(x))
   return found

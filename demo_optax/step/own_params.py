@@ -1,11 +1,13 @@
-"""Parameters of which `local_updates` keeps one copy for each worker.
+"""Parameters that `local_updates` keeps in a copy for each worker.
 
 Inside a step the model has the worker's own copy. Outside it has the one that
 all workers share. Both are in the optimizer state.
 """
 
+import collections
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,41 +20,40 @@ _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
 _START = ('worker_stacked', 'start')
 
 
-def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
-  """Finds the parameters of which each worker has its own copy.
+def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
+  """Finds the parameters that each worker has in its own copy.
 
-  Returns the number of each, among the arrays with such paths, and those of its
-  copies in the optimizer state: the one that all workers share, the worker's
-  own, and, of one that drifts, where it started.
+  Returns for each its number among the arrays, by their `keys`, and the numbers
+  that its copies in the optimizer state have: the one that all workers share,
+  the worker's own, and where the worker's started, if they drift.
   """
-  known = {path: number for number, path in enumerate(paths)}
-  found: dict[int, list[int]] = {}
+  known = {array.keys: number for number, array in enumerate(arrays)}
+  found = {}
   for root, params in _states(known).items():
-    prefix = _model_of(root, params, known)
-    for path in params:
-      copies = found.setdefault(known[*prefix, *path], [])
-      for part in (_SHARED, _OWN, _START):
-        copy = (*root, *part, *path)
-        if copy in known:
-          copies.append(known[copy])
+    model = _model_of(root, params, known)
+    for param in params:
+      copies = [(*root, *part, *param) for part in (_SHARED, _OWN, _START)]
+      number = known[*model, *param]
+      found[number] = [known[copy] for copy in copies if copy in known]
   return found
 
 
 def enter(
   params: Mapping[int, Sequence[int]],
   arrays: list[jax.Array],
-  names: Sequence[Keys],
+  known: Sequence[Any],
 ) -> None:
-  """Puts the worker's own copies in the places of the parameters.
+  """Puts the worker's own copies where the parameters are.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
   """
+  # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
   for number, (shared, own, *_) in params.items():
     x, old = arrays[number], arrays[own]
     if (x.shape, x.dtype) != (old.shape, old.dtype):
-      name = dotted(names[number])
+      name = known[number].name
       raise ValueError(
         f'{name} must be {old.dtype}{list(old.shape)} as in the state of'
         f' local_updates, got {x.dtype}{list(x.shape)}. Make the state with'
@@ -68,14 +69,15 @@ def enter(
 
 
 def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
-  """Returns the paths of the parameters in states of `local_updates`."""
-  roots: dict[Keys, list[Keys]] = {}
+  """Returns the parameters' paths in each state that has own copies."""
+  # A state is known by two fields beside each other.
+  roots = collections.defaultdict(list)
   for path in known:
     for start in range(len(path) - 1):
       root, param = path[:start], path[start + 2 :]
-      is_own = path == (*root, *_OWN, *param)
+      is_own = path[start : start + 2] == _OWN
       if is_own and (*root, *_SHARED, *param) in known:
-        roots.setdefault(root, []).append(param)
+        roots[root].append(param)
   return roots
 
 
@@ -84,16 +86,16 @@ def _model_of(
   params: Sequence[Keys],
   known: Mapping[Keys, int],
 ) -> Keys:
-  """Returns the path of the model whose parameters a state has."""
-  models = []
+  """Returns where the model is that has a state's parameters."""
+  # A model has all parameters of the state, below one path.
+  models = set()
   for path in known:
     start = path[: len(path) - len(params[0])]
     is_in_state = start[: len(root)] == root
-    is_model = path == (*start, *params[0]) and not is_in_state
-    if is_model and all((*start, *param) in known for param in params):
-      models.append(start)
+    if not is_in_state and all((*start, *param) in known for param in params):
+      models.add(start)
   if len(models) != 1:
-    names = ', '.join(map(dotted, models)) or 'none'
+    names = ', '.join(sorted(map(dotted, models))) or 'none'
     these = textwrap.shorten(', '.join(map(dotted, params)), 200)
     raise ValueError(
       'The arguments and results of a step with local_updates must hold the'
@@ -101,4 +103,4 @@ def _model_of(
       ' and the optimizer state, and return both. If parameters were removed or'
       ' renamed, make the state again with tx.init.'
     )
-  return models[0]
+  return models.pop()

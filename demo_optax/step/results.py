@@ -1,9 +1,9 @@
-"""Makes one value for all workers of each array that a step returns."""
+"""Makes one value for all workers from each array that a step returns."""
 
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +13,37 @@ from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax._tree import is_inexact
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.arguments import Call, Form, StateForm, only_arrays
+from demo_optax.step.arguments import Call
 from demo_optax.step.roles import Role
+from demo_optax.step.trees import Form, form_of, only_arrays
 from demo_optax.workers import Workers, collectives, inside
 from demo_optax.workers.variation import Origin
-
-Tree = TypeVar('Tree')
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class OutBatch(Generic[Tree]):
-  """Rows of a batch among the results of a step."""
+class Rows:
+  """An array whose rows are the batch's, among a step's results."""
 
-  value: Tree
+  value: Any
 
 
-def out_batch(tree: Tree) -> OutBatch[Tree]:
-  """Marks arrays that a step returns as rows of its batch.
+def _is_rows(x: object) -> bool:
+  return isinstance(x, Rows)
 
-  For predictions and losses per row: `data_parallel` joins the rows of all
-  workers, along the axis of the first batch. They are `[rows, ...]` in the
+
+def out_batch(tree: Any) -> Any:
+  """Marks arrays that a step returns for the rows in its batch.
+
+  For predictions and losses per row: `data_parallel` joins all workers'
+  rows, along the first batch's axis. They are `[rows, ...]` in the
   step, and `[all rows, ...]` in what it returns.
+
+  Args:
+    tree: arrays with a row for each row in the worker's batch.
+
+  Raises:
+    ValueError: outside a step, or for arrays with another number of rows.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -46,7 +55,7 @@ def out_batch(tree: Tree) -> OutBatch[Tree]:
     [0. 2. 4. 6.]
   """
   inside.check_in_step('out_batch')
-  return OutBatch(_without_marks(tree)[0])
+  return jax.tree.map(Rows, tree)
 
 
 @dataclasses.dataclass
@@ -57,31 +66,34 @@ class Result:
     name: for messages.
     keys: its path.
     role: see `Role`.
-    at: number of the argument's array whose next value it is, if known.
-    is_kept: whether it is a key that the step has not changed.
+    at: the number that the argument's array has whose next value it is.
   """
 
   name: str
   keys: Keys
   role: Role
-  at: int | None = None
-  is_kept: bool = False
+  at: int | None
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-  """What is known of the results of a step that has been traced.
+  """What is known about a step's results, once it has been traced.
 
-  As a static part of the results it leaves `jax.jit` in their structure.
+  It is static: `jax.jit` returns it in the structure.
   """
 
   results: list[Result]
   form: Form
 
   @property
+  def roles(self) -> list[Role]:
+    """The role of each array."""
+    return [result.role for result in self.results]
+
+  @property
   def nexts(self) -> list[int | None]:
-    """For each array the number of the shared argument whose next value it is.
+    """For each array the number of the shared argument that it continues.
 
     Momentum is not shared.
     """
@@ -91,174 +103,87 @@ class Returned:
 def collect(
   call: Call,
   returned: object,
-  objects: list[object],
-  own: Sequence[jax.Array],
+  objects: Sequence[object],
 ) -> tuple[list[jax.Array], Returned]:
-  """Collects the results of a step, then the variables of `objects` after it.
+  """Collects a step's results, then the variables in `objects` after it.
 
-  `own` are the arrays that the step had. Returns arrays, and about them.
+  Returns arrays, and what is known about them.
   """
   after, structure = modules.split(objects)
-  known = [*objects]
   # nnx.state(model) is what the step has changed in place.
-  returned = only_arrays(returned, known, after)
-  if len(known) > len(objects):
+  known = [*objects, *after]
+  returned = only_arrays(returned, known)
+  if len(known) > len(objects) + len(after):
     raise ValueError(
       'A step must return Flax objects that are among its arguments, got a new'
       f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
       ' pass them to it, or return nnx.state(...) of it.'
     )
-  returned, is_rows = _without_marks(returned)
-  nexts = _next_values(call, returned)
-  said = modules.roles_of(returned)
-  unchanged = {id(x): number for number, x in enumerate(own)}
-  values: list[jax.Array] = []
-  results: list[Result] = []
-
-  def add(
-    result: Result,
-    x: jax.Array,
-    role: Role | None,
-  ) -> None:
-    number = unchanged.get(id(x))
-    if result.role is not Role.BATCH:
-      result.role = _role(call, result, x, role, number is not None)
-    if number is not None and result.role is Role.KEY:
-      result.at, result.is_kept = number, True
-    results.append(result)
-    values.append(x)
-
-  flat = leaves_of({'result': returned})
-  for place, (keys, x) in enumerate(flat):
-    role = Role.BATCH if is_rows[place] else Role.SHARED
-    result = Result(f'the {dotted(keys)}', keys, role, nexts[place])
-    add(result, x, said[place])
+  marked = leaves_of({'result': returned}, _is_rows)
+  returned = jax.tree.map(_without_mark, returned, is_leaf=_is_rows)
+  # In the same order: each array, the argument it continues, what Flax says.
+  nexts, said = _next_values(call, returned), modules.roles_of(returned)
+  results = []
+  for (keys, x), at, role in zip(marked, nexts, said):
+    role = _role(keys, x, role, at)
+    results.append(Result(f'the {dotted(keys)}', keys, role, at))
+  values = [_without_mark(x) for _, x in marked]
   start = len(call.arrays) - len(after)  # where variables are
-  for number, x in enumerate(after, start):
-    array = call.arrays[number]
+  for at, x in enumerate(after, start):
+    array = call.arrays[at]
+    role = _role(array.keys, x, array.role, at)
     name = f'the variable {array.name}'
-    add(Result(name, array.keys, Role.SHARED, number), x, array.role)
+    results.append(Result(name, array.keys, role, at))
+    values.append(x)
   # The model that is returned is the one that all workers share.
-  copies = own_params.find([result.keys for result in results])
+  copies = own_params.find(results)
   for number, (shared, *_) in copies.items():
     results[number].role = Role.SHARED
     values[number] = values[shared].astype(values[number].dtype)
+  # Python's numbers become arrays, as from jax.jit.
   form = Form(jax.tree.structure(returned), structure)
   return [*map(jnp.asarray, values)], Returned(results, form)
 
 
 def settle(
   call: Call,
-  returned: Returned,
-  values: Sequence[jax.Array],
-  origins: Sequence[Origin],
-  before: Sequence[jax.Array],
-  view: inside.StepView,
-  is_spread: bool,
-) -> tuple[list[Any], list[Any]]:
-  """Makes one value for all workers of what each of them returns.
-
-  `before` are the arguments as all workers have them. `is_spread` says that
-  mapped arrays are spread over the devices of a mesh. Returns two lists with an
-  entry for each result: arrays of the worker's own, rows along the first axis;
-  and arrays that are equal on all workers. One of both is None.
-  """
-  own: list[Any] = []
-  equal: list[Any] = []
-  for result, x, origin in zip(returned.results, values, origins):
-    if result.role is Role.BATCH:
-      _check_rows(result, x, call)
-      x = jnp.moveaxis(x, call.axis, 0)
-    if result.role.is_own:
-      own.append(x)
-      equal.append(None)
-      continue
-    old = None if result.at is None else before[result.at]
-    own.append(None)
-    equal.append(_combine(result, x, old, origin, view.axis, is_spread))
-  return own, equal
-
-
-def hold(
-  workers: Workers,
-  result: Result,
-  x: jax.Array,
-) -> jax.Array:
-  """Returns a result where it belongs."""
-  types_say_it = workers.mesh is None or workers.is_explicit
-  is_state = result.at is not None or result.role is Role.STACKED
-  if types_say_it or (x.ndim and not is_state):
-    return x
-  sharding = workers.sharding(result.keys, x.shape)
-  return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _without_marks(returned: Tree) -> tuple[Tree, list[bool]]:
-  """Returns results without `OutBatch`, and which of their leaves are rows."""
-  is_rows: list[bool] = []
-
-  def is_mark(x: object) -> bool:
-    return isinstance(x, OutBatch)
-
-  def plain(x: object) -> object:
-    is_rows.extend([is_mark(x)] * len(jax.tree.leaves(x)))
-    return x.value if isinstance(x, OutBatch) else x
-
-  return jax.tree.map(plain, returned, is_leaf=is_mark), is_rows
-
-
-def _role(
-  call: Call,
-  result: Result,
-  x: jax.Array,
-  said: Role | None,
-  is_unchanged: bool,
-) -> Role:
-  """Returns the role of a result; `said` is what its variable's class says."""
-  if is_stacked(result.keys):
-    return Role.STACKED
-  if said in (None, Role.KEY) and prng.is_key_array(x):
-    return Role.KEY
-  is_unknown = result.at is None or result.at in call.ambiguous
-  if said is Role.ADDED and (is_unknown or is_unchanged):
-    return Role.SHARED
-  if said is not None:
-    return said
-  if result.at is None and is_inexact(x) and not np.shape(x):
-    return Role.MEAN
-  return Role.SHARED
-
-
-def _combine(
   result: Result,
   x: jax.Array,
   old: Any,
   origin: Origin,
   axis: collectives.Axis,
-  is_spread: bool,
 ) -> jax.Array:
-  """Returns one value for all workers."""
-  if result.is_kept:  # the next step folds a key that is the same again
-    return old
-  if result.role is Role.ADDED:
-    # Each worker has added to the same total.
-    if Origin.TOTAL in origin:
+  """Makes a result from what each worker returns.
+
+  Rows have their axis first; what is the worker's own stays as it is. All else
+  is made equal on all workers. `old` is the argument whose next value it is.
+  """
+  # Whether or not it differs.
+  match result.role:
+    case Role.STACKED:
+      return x
+    case Role.BATCH:
+      _check_rows(result, x, call)
+      return jnp.moveaxis(x, call.axis, 0)
+    case Role.ADDED if Origin.TOTAL in origin:
+      # Each worker has added to the same total.
       return old + collectives.total(x - old, axis)
-    if origin.differs:
+    case Role.ADDED if origin.differs:
       raise ValueError(
         'A metric that a step adds to must not be reset in the step, got'
         f' {result.name} that was. Reset it between steps.'
       )
   if not origin.differs:
     return x
-  if result.role is Role.KEY:  # all go on from one key, and fold it again
-    return collectives.first(x, axis)
-  if result.role is Role.STATISTICS and is_inexact(x):
-    # Statistics of a worker that saw a NaN would stay NaN for ever.
-    return collectives.mean_finite(x, axis, old)
-  if result.role is Role.MEAN:
-    # XLA would send slices of what is spread one by one, to add them in order.
-    return collectives.mean_finite(x, axis, ordered=not is_spread)
+  # What differs needs a way to one value, or it is a mistake.
+  match result.role:
+    case Role.KEY:  # all go on from one key, and fold it again
+      return collectives.first(x, axis)
+    case Role.STATISTICS if is_inexact(x):
+      # Statistics of a worker that saw a NaN would stay NaN for ever.
+      return collectives.mean_finite(x, axis, old)
+    case Role.MEAN:
+      return collectives.mean_finite(x, axis)
   name = f'{result.name}, {x.dtype}{list(x.shape)},'
   raise ValueError(inside.differs_text(name, inside.RETURNED))
 
@@ -268,7 +193,7 @@ def _check_rows(
   x: jax.Array,
   call: Call,
 ) -> None:
-  """Raises for marked rows that are not those of the worker's batch."""
+  """Raises for marked rows that the worker's batch does not have."""
   length = x.shape[call.axis : call.axis + 1]  # () if it has no such axis
   if length != (call.rows,):
     raise ValueError(
@@ -278,31 +203,74 @@ def _check_rows(
     )
 
 
-def _next_values(call: Call, returned: object) -> list[int | None]:
-  """Returns for each array the number of the one it is the next value of.
+def hold(
+  workers: Workers,
+  result: Result,
+  x: jax.Array,
+) -> jax.Array:
+  """Returns a result where it belongs."""
+  # Without types XLA would choose, and the next call compile again.
+  types_say_it = workers.mesh is None or workers.is_explicit
+  is_state = result.at is not None or result.role is Role.STACKED
+  if types_say_it or (x.ndim and not is_state):
+    return x
+  sharding = workers.sharding(result.keys, x.shape)
+  return jax.lax.with_sharding_constraint(x, sharding)
 
-  None for what is not part of the next value of a shared argument. Arguments of
-  one form are returned in their order.
+
+def _without_mark(x: Any) -> Any:
+  return x.value if isinstance(x, Rows) else x
+
+
+def _role(
+  keys: Keys,
+  x: Any,
+  said: Role | None,
+  at: int | None,
+) -> Role:
+  """Returns a result's role; `said` is what its variable's class says."""
+  if isinstance(x, Rows):
+    return Role.BATCH
+  if is_stacked(keys):
+    return Role.STACKED
+  if said in (None, Role.KEY) and prng.is_key_array(x):
+    return Role.KEY
+  if said is Role.ADDED and at is None:
+    return Role.SHARED
+  if said is not None:
+    return said
+  if at is None and is_inexact(x) and not np.shape(x):
+    return Role.MEAN
+  return Role.SHARED
+
+
+def _next_values(
+  call: Call,
+  returned: object,
+) -> list[int | None]:
+  """Returns for each array the number of the argument that it continues.
+
+  None for what is no part in a shared argument's next value. Arguments with one
+  form are returned in their order.
   """
   seen: collections.Counter[object] = collections.Counter()
   found: list[int | None] = []
-
-  def form_of(x: object) -> StateForm:
-    leaves, treedef = jax.tree.flatten(x)
-    return treedef, tuple(map(np.shape, leaves))
 
   def is_whole(x: object) -> bool:  # not the fields of a NamedTuple
     return type(x) not in (tuple, list, dict) or form_of(x) in call.states
 
   for part in jax.tree.leaves(returned, is_leaf=is_whole):
     form = form_of(part)
-    count = len(form[1])
+    _, shapes = form
     starts = call.states.get(form, [])
-    # Any loss has the form of a single scalar.
-    if not starts or form[1] == ((),):
-      found += [None] * count
+    is_loss = shapes == ((),)  # any has the form of a single scalar
+    if not starts or is_loss:
+      found += [None] * len(shapes)
       continue
     start = starts[min(seen[form], len(starts) - 1)]
     seen[form] += 1
-    found += range(start, start + count)
+    for at in range(start, start + len(shapes)):
+      # The order does not say for certain to which total a metric adds.
+      is_sure = len(starts) == 1 or call.arrays[at].role is not Role.ADDED
+      found.append(at if is_sure else None)
   return found

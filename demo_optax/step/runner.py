@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,15 +14,13 @@ from jax.sharding import PartitionSpec as P
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params, results
 from demo_optax.step.arguments import Array, Call
-from demo_optax.step.roles import Role
+from demo_optax.step.roles import Parts, Role
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.in_turn import run_in_turn
-from demo_optax.workers.inside import StepView
-from demo_optax.workers.variation import Origin, follow, origins_at
+from demo_optax.workers.variation import Origin, follow
 
-# Arrays of the worker's own and arrays that are equal on all workers, None in
-# one of both, and what is known of them: see `results.settle`.
-_Settled = tuple[list[Any], list[Any], results.Returned]
+# What a step returns, and what is known of it.
+_Settled = tuple[Parts, results.Returned]
 
 # What is a worker's own among the arguments; other roles are shared.
 _ORIGINS = {
@@ -35,158 +33,164 @@ _ORIGINS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runner:
-  """Runs the step of one call for all workers, or for one separate program.
+  """Runs a step for all workers, or for one separate program.
+
+  Outside the map a worker's own arrays have a leading axis: momentum is
+  `[workers, ...]`, a batch `[workers, rows, ...]`.
 
   Attributes:
-    workers: those of the step.
+    workers: those that it runs for.
     step: written for one worker.
-    call: what is known of the arguments.
-    scans_rows: whether the step may exchange in a scan over the batch's rows.
+    call: what is known about the arguments.
   """
 
   workers: Workers
   step: Callable[..., object]
   call: Call
-  scans_rows: bool
 
   def __call__(
     self,
     *arrays: jax.Array,
     index: Any = None,
   ) -> tuple[list[jax.Array], results.Returned]:
-    """Runs the step of all workers, or of the separate program `index`."""
-    workers = self.workers
+    """Runs the step for all workers, or for the separate program `index`."""
+    workers, call = self.workers, self.call
+    given = call.replace(Role.BATCH, self._split, arrays)
+    parts = Parts.of(given, call.roles)
     if index is not None:
       with lift.context(workers):
-        own, equal, known = self._run_alone(workers, index, arrays)
+        found, known = self._run_alone(workers, index, parts)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:
-      own, equal, known = self._run_on_devices(arrays)
+      found, known = self._run_on_devices(parts)
     else:
-      own, equal, known = self._run_mapped(arrays)
+      found, known = self._run_mapped(parts)
     values = []
-    for result, apart, x in zip(known.results, own, equal):
-      if apart is not None:
-        x = apart
+    for x, result in zip(found.joined(known.roles), known.results):
       if result.role is Role.BATCH:
-        x = jnp.moveaxis(x, 0, self.call.axis)
+        x = jnp.moveaxis(lift.join_rows(workers, x), 0, call.axis)
       values.append(results.hold(workers, result, x))
     return values, known
+
+  def _split(
+    self,
+    x: jax.Array,
+    array: Array,
+  ) -> jax.Array:
+    """Cuts a batch `[..., rows, ...]` to `[workers, ..., rows, ...]`."""
+    # split_rows: from [rows, ...] to [workers, rows, ...].
+    rows = lift.split_rows(self.workers, jnp.moveaxis(x, array.axis, 0))
+    return jnp.moveaxis(rows, 1, array.axis + 1)
 
   def _run_alone(
     self,
     workers: Workers,
     index: jax.Array,
-    arrays: Sequence[jax.Array],
+    parts: Parts,
   ) -> _Settled:
-    """Runs the step of a worker that shares no device, or is a program."""
-    # In the step nothing has a worker axis.
-    inner = dataclasses.replace(workers, stacked_state=False)
-    view = StepView(workers.axis, self.workers.count, inner)
-    arrays = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-    own, equal, known = self._one_worker(view, index, arrays)
-    # Outside of the step momentum is [workers, ...]: here, of this worker.
-    for number, result in enumerate(known.results):
-      if result.role is Role.STACKED:
-        own[number] = own[number][None]
-    return own, equal, known
+    """Runs the step for a worker that shares no device, or is a program."""
+    # From [1, ...] to the worker's own, and back.
+    parts = Parts([x[0] for x in parts.own], parts.equal)
+    found, known = self._one_worker(workers, index, parts)
+    return Parts([x[None] for x in found.own], found.equal), known
 
-  def _run_on_devices(self, arrays: Sequence[jax.Array]) -> _Settled:
+  def _run_on_devices(self, parts: Parts) -> _Settled:
     """Runs the step in a `shard_map`, where each worker is one device."""
     workers, axis = self.workers, self.workers.axis_name
 
-    def one_device(arrays: Sequence[jax.Array]) -> _Settled:
+    def one_device(parts: Parts) -> _Settled:
       index = jax.lax.axis_index(axis)
-      return self._run_alone(Workers.on_axis(axis), index, arrays)
+      return self._run_alone(Workers.on_axis(axis), index, parts)
 
-    specs, placed = [], []
-    for x, array in zip(arrays, self.call.arrays):
-      spec = P(*[None] * array.axis, axis) if array.role.is_own else P()
-      specs.append(spec)
-      placed.append(lift.reshard(workers, x, spec))
+    specs = Parts(P(axis), P())
+    # Explicit types must say where arrays are before a map takes them.
+    placed = []
+    for spec, arrays in zip(specs, parts):
+      placed.append([lift.reshard(workers, x, spec) for x in arrays])
     return jax.shard_map(
       one_device,
       mesh=workers.mesh,
       in_specs=(specs,),
-      out_specs=(P(axis), P(), P()),
+      out_specs=(specs, P()),
       # Types do not know that parameters stay equal which each worker
       # differentiates alone; `variation.follow` does.
       check_vma=False,
-    )(placed)
+    )(Parts(*placed))
 
-  def _run_mapped(self, arrays: Sequence[jax.Array]) -> _Settled:
+  def _run_mapped(self, parts: Parts) -> _Settled:
     """Runs the step under `jax.vmap`."""
     workers, axis = self.workers, inside.WORKER_AXIS
-    view = StepView(axis, workers.count, None)
 
-    def one_worker(arrays: Sequence[jax.Array]) -> _Settled:
-      return self._one_worker(view, jax.lax.axis_index(axis), arrays)
+    def one_worker(parts: Parts) -> _Settled:
+      index = jax.lax.axis_index(axis)
+      return self._one_worker(Workers.on_axis(axis), index, parts)
 
-    def split(x: jax.Array, array: Array) -> jax.Array:
-      # From [..., rows, ...] to [workers, ..., rows of a worker, ...].
-      rows = lift.split_rows(workers, jnp.moveaxis(x, array.axis, 0))
-      return jnp.moveaxis(rows, 1, array.axis + 1)
-
-    arrays = self.call.replace(Role.BATCH, split, arrays)
-    in_axes = [0 if x.role.is_own else None for x in self.call.arrays]
+    axes = Parts(0, None)
     # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(workers):
-      own, equal, known = jax.vmap(
+      return jax.vmap(
         one_worker,
-        in_axes=(in_axes,),
-        out_axes=(0, None, None),
+        in_axes=(axes,),
+        out_axes=(axes, None),
         axis_name=axis,
         axis_size=workers.count,
         spmd_axis_name=workers.spmd_axis_name,
-      )(arrays)
-    for number, result in enumerate(known.results):
-      if result.role is Role.BATCH:
-        own[number] = lift.join_rows(workers, own[number])
-    return own, equal, known
+      )(parts)
 
   def _one_worker(
     self,
-    view: StepView,
+    workers: Workers,
     index: jax.Array,
-    arrays: Sequence[jax.Array],
+    parts: Parts,
   ) -> _Settled:
-    """Runs the step of worker `index`, with the arrays as it has them."""
-    call = self.call
-    own = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    """Runs the step for worker `index`, with the arrays as it has them."""
+    call, axis = self.call, workers.axis
+    arrays = parts.joined(call.roles)
+    given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    # `local_updates`: the model in the step is the worker's.
     if call.own_params:
-      names = [array.keys for array in call.arrays]
-      own_params.enter(call.own_params, own, names)
-
-    def step(
-      *own: jax.Array,
-    ) -> tuple[list[jax.Array], results.Returned]:
-      # The step is called as it was written: with trees and Flax objects.
-      (args, kwargs), objects = call.form.merge(own, inner=True)
-      before = modules.variables(objects)
-      returned = self.step(*args, **kwargs)
-      modules.check_variables([keys for keys, _ in before], objects)
-      return results.collect(call, returned, objects, own)
-
-    with _explained(self.workers):
-      closed, (_, known) = inside.trace(view, step, own)
-      # Before anything is run, mistakes are found in the program.
-      origins = follow(closed.jaxpr, self._origins(), view.axis)
-      if self.workers.sequential:
-        values = run_in_turn(closed, origins, view.axis, own)
-      else:
-        values = core.jaxpr_as_fun(closed)(*own)
-    for number, like in enumerate(closed.out_avals):
-      if isinstance(values[number], int | float | complex):  # a constant
-        values[number] = jnp.asarray(values[number], like.dtype)
-    own, equal = results.settle(
-      call,
-      known,
-      values,
-      origins_at(origins, closed.jaxpr.outvars),
-      arrays,
-      view,
-      is_spread=view.own is None and self.workers.mesh is not None,
+      own_params.enter(call.own_params, given, call.arrays)
+    # In the step nothing has a worker axis.
+    seen = dataclasses.replace(
+      workers, num_workers=self.workers.count, stacked_state=False
     )
-    return own, equal, known
+    with _explained(self.workers):
+      closed, (_, known) = inside.trace(seen, self._step_of_arrays, given)
+      # Before anything is run, mistakes are found in the program.
+      inputs = self._origins()
+      origins, of_all = follow(closed.jaxpr, inputs, axis)
+      if self.workers.sequential:
+        values = run_in_turn(closed, of_all, axis, given)
+      else:
+        values = core.jaxpr_as_fun(closed)(*given)
+    # A variable that a step returns as it was is an input of its program.
+    inputs_at = {id(x): number for number, x in enumerate(closed.jaxpr.invars)}
+    for number, result in enumerate(known.results):
+      x, aval = values[number], closed.out_avals[number]
+      if isinstance(x, int | float | complex):  # a constant
+        x = jnp.asarray(x, aval.dtype)
+      unchanged = inputs_at.get(id(closed.jaxpr.outvars[number]))
+      if result.role is Role.KEY and unchanged is not None:
+        values[number] = arrays[unchanged]  # the next step folds it again
+        continue
+      # The argument that the result continues, such as statistics.
+      old = None
+      if result.at is not None:
+        old = arrays[result.at]
+      values[number] = results.settle(
+        call, result, x, old, origins[number], axis
+      )
+    return Parts.of(values, known.roles), known
+
+  def _step_of_arrays(
+    self,
+    *given: jax.Array,
+  ) -> tuple[list[jax.Array], results.Returned]:
+    """Calls the step as it was written: with trees and Flax objects."""
+    bound, objects = self.call.bind(given)
+    before = modules.variables(objects)
+    returned = self.step(*bound.args, **bound.kwargs)
+    modules.check_variables(before, objects)
+    return results.collect(self.call, returned, objects)
 
   def _origins(self) -> list[Origin]:
     """Returns the origins of the arguments."""
@@ -195,7 +199,7 @@ class Runner:
       origin = _ORIGINS.get(array.role, Origin.NOTHING)
       if number in self.call.own_params:
         origin = Origin.STATE
-      if self.scans_rows:
+      if self.call.options.axis is not None:  # a scan over rows is meant
         origin &= ~Origin.ROWS
       found.append(origin)
     return found
@@ -203,7 +207,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _explained(workers: Workers) -> Iterator[None]:
-  """Adds to errors of JAX and Flax in a step what to do about them."""
+  """Adds to JAX's and Flax's errors in a step what to do about them."""
   try:
     yield
   except Exception as error:

@@ -1,4 +1,4 @@
-"""Checks of how gradients, parameters and batches are laid out."""
+"""Checks how gradients, parameters and weights are laid out."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def params_and_like(
 ) -> tuple[Any, Any]:
   """Returns the parameters with gradients, and what has their shapes.
 
-  Where they are not given, these are the shapes of gradients.
+  Without parameters these are the gradients' shapes.
   """
   if params is not None:
     params = params_of(updates, params)
@@ -44,6 +44,7 @@ def check_gradient(
 ) -> None:
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)
+  # Stacked gradients have a leading worker axis.
   lead: tuple[int, ...] = ()
   if workers.stacked_gradients:
     lead = (workers.count,)
@@ -65,6 +66,7 @@ def check_gradient(
     )
   if lead or not is_exchanged(gradient):
     return
+  # Known where the caller's shard_map tracks it (check_vma).
   axis = workers.axis_name
   if is_tracked(axis) and not varies(gradient, axis):
     raise ValueError(
@@ -76,8 +78,12 @@ def check_gradient(
     )
 
 
-def checked_weight(weight: chex.Numeric, workers: Workers) -> jax.Array:
+def checked_weight(
+  weight: chex.Numeric,
+  workers: Workers,
+) -> jax.Array:
   """Returns weights as float32; raises unless there is one for each worker."""
+  # Numbers of tokens are integers, and may be Python's.
   weight = jnp.asarray(weight, jnp.float32)
   is_stacked = workers.stacked_gradients and not inside.is_in_step()
   shape = (workers.count,) if is_stacked else ()
@@ -98,13 +104,14 @@ def check_sharding(
 ) -> None:
   """Raises if a parameter's type says that it is sharded as workers do not.
 
-  Only axes of type Explicit are in the types of arrays. There the exchange
+  Only Explicit axes are in the types that arrays have. There the exchange
   would gather the whole gradient in every step, or fail at a reshape.
   """
   shape, found = np.shape(param), jax.typeof(param).sharding
   if not names_of(found.spec) or not workers.stacked_gradients:
     return
   expected = workers.param_specs.place(path, shape).spec
+  # Axes with one device cut nothing.
   own = keep(found.spec, [a for a, n in found.mesh.shape.items() if n > 1])
   if own not in (P(), expected):
     raise ValueError(

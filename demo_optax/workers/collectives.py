@@ -1,7 +1,7 @@
-"""Collectives of one worker's function, by axis name.
+"""Collectives in one worker's function, by axis name.
 
-The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and maps
-of the caller's own: inside each of them, the axes have names.
+The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and the
+caller's own maps: inside each, the axes have names.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import flatten_util
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import prng, rounding
@@ -50,7 +49,13 @@ meet_p.multiple_results = True
 
 
 @meet_p.def_abstract_eval
-def _(x: Any, *, size: int, early: bool) -> list[Any]:
+def _(
+  x: Any,
+  *,
+  size: int,
+  early: bool,
+) -> list[Any]:
+  # The fields of `Met`.
   return [
     jax.core.ShapedArray((size, *x.shape), x.dtype),
     jax.core.ShapedArray((size,), jnp.bool_),
@@ -58,7 +63,11 @@ def _(x: Any, *, size: int, early: bool) -> list[Any]:
   ]
 
 
-def meet(x: jax.Array, programs: Programs, early: bool = False) -> Met:
+def meet(
+  x: jax.Array,
+  programs: Programs,
+  early: bool = False,
+) -> Met:
   """Returns `x` of all workers that are programs.
 
   What is `early` is there before the step, and is sent before all else.
@@ -68,7 +77,7 @@ def meet(x: jax.Array, programs: Programs, early: bool = False) -> Met:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The workers, and the devices of a worker, as seen from inside."""
+  """The workers, and one worker's devices, as seen from inside."""
 
   axis: Axis  # name of the worker axis
   size: int  # number of workers
@@ -108,193 +117,221 @@ class Group:
     return found, None
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
-    """Returns whether `ok` holds on all devices of this worker."""
+    """Returns whether `ok` holds on all devices in this worker."""
     return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
   def over_devices(
     self, reduce: Callable[..., jax.Array], x: jax.Array
   ) -> jax.Array:
-    """Returns a sum or minimum over the devices of this worker."""
+    """Returns a sum or minimum over the devices in this worker."""
+    # Not over an axis that nothing is spread over: it would be a collective.
     names = tuple(name for name, _ in self.inner)
     return reduce(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
-    """Returns the number of this device along some axes inside its worker."""
+    """Returns this device's number along some axes inside its worker."""
     index: jax.Array | int = 0
     for name, size in self.inner:
       if name in axes:
         index = index * size + jax.lax.axis_index(name)
     return index
 
-  def join_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Concatenates `x` of the devices along some axes inside this worker.
+  def join_devices(
+    self,
+    x: jax.Array,
+    axes: tuple[str, ...],
+  ) -> jax.Array:
+    """Concatenates what devices have along some axes inside this worker.
 
     From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
     for name, _ in reversed(self.inner):
       if name in axes:
+        # From [devices, rows, ...] along one axis.
         x = jax.lax.collapse(gather(x, name), 0, 2)
     return x
 
 
-def gather(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns `x` of all along an axis, `[size, *x.shape]`, the same for all."""
+def gather(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
+  """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.explicit_axes:
+    everyone = functools.partial(gather, axis=axis)
+    return _without_types(everyone, x, num_new_axes=1)
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
-  if not any(jax.typeof(x).sharding.spec):
-    return jax.lax.all_gather(x, axis)
-  # Of a sharded type, which all_gather keeps for the axes before the new one.
-  return jnp.moveaxis(jax.lax.all_gather(x, axis, axis=x.ndim), -1, 0)
+  rows = jax.lax.all_gather(x, axis)
+  if mesh.auto_axes:
+    # Under vmap rows may be spread over the mesh. They move in one collective,
+    # and not in one for each row that is read.
+    whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
+    rows = jax.lax.with_sharding_constraint(rows, whole)
+  return rows
 
 
 # Larger arrays are summed by an all-reduce, whose order is its own.
 ORDERED_BYTES = 1 << 16
 
 
-def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
-  """Returns the sums of arrays along an axis, those of halves in float32.
+def sums(
+  xs: Sequence[jax.Array],
+  axis: Axis,
+) -> list[jax.Array]:
+  """Sums each array along an axis, halves in float32.
 
-  Real arrays of up to `ORDERED_BYTES` are gathered, together, and added from
-  left to right: the sums have the same bits in every map.
+  Real arrays up to `ORDERED_BYTES` are gathered, together, and added from left
+  to right: the sums have the same bits in every map.
   """
-  wide = [vary(x.astype(widened(x)), axis) for x in xs]
   found: dict[int, jax.Array] = {}
-  together: dict[tuple[jnp.dtype, frozenset[Axis]], list[int]] = {}
-  for i, x in enumerate(wide):
-    if _is_ordered(x):
-      like = x.dtype, jax.typeof(x).mat.varying
-      together.setdefault(like, []).append(i)
-  for numbers in together.values():
-    flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
-    added = in_order(gather(flat, axis))  # gathered: [workers, elements]
-    found |= zip(numbers, parts_of(added))
-  return [
-    found[i].astype(x.dtype) if i in found else total(x, axis)
-    for i, x in enumerate(xs)
-  ]
+  together: dict[object, dict[int, jax.Array]] = {}  # by type
+  for number, x in enumerate(xs):
+    wide = vary(x.astype(_widened(x.dtype)), axis)
+    if _is_ordered(wide):
+      like = wide.dtype, jax.typeof(wide).mat.varying
+      together.setdefault(like, {})[number] = wide
+    elif isinstance(axis, Programs):  # they have no all-reduce
+      found[number] = jnp.sum(gather(wide, axis), axis=0)
+    else:
+      found[number] = jax.lax.psum(wide, axis)
+  for arrays in together.values():
+    flat, parts_of = flatten_util.ravel_pytree(arrays)
+    rows = gather(flat, axis)  # [workers, elements]
+    found |= parts_of(_in_order(rows))
+  return [found[number].astype(x.dtype) for number, x in enumerate(xs)]
 
 
 def _is_ordered(x: jax.Array) -> bool:
-  """Returns whether `sums` adds such arrays from left to right."""
+  """Returns whether such arrays are added from left to right."""
   is_small = x.size * x.dtype.itemsize <= ORDERED_BYTES
   return is_small and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def total(x: jax.Array, axis: Axis) -> jax.Array:
+def _in_order(rows: jax.Array) -> jax.Array:
+  """Returns the sum over the first axis, from left to right."""
+  # A program without a loop for few workers, of one size for many.
+  if len(rows) <= 16:
+    return functools.reduce(jnp.add, list(rows))
+
+  def add(
+    row: jax.Array,
+    added: jax.Array,
+  ) -> jax.Array:
+    return added + rows[row]
+
+  return jax.lax.fori_loop(1, len(rows), add, rows[0])
+
+
+def total(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
-  wide = vary(x.astype(widened(x)), axis)
-  if _is_ordered(wide):
-    added = in_order(gather(wide, axis))
-  elif isinstance(axis, Programs) or _is_explicit(wide):
-    # Programs have no all-reduce, and JAX none of types under vmap.
-    added = jnp.sum(gather(wide, axis), axis=0)
-  else:
-    added = jax.lax.psum(wide, axis)
-  return added.astype(x.dtype)
+  return _without_types(lambda x: sums([x], axis)[0], x)
 
 
 def mean_finite(
   x: jax.Array,
   axis: Axis,
   otherwise: jax.Array | None = None,
-  ordered: bool = True,
 ) -> jax.Array:
   """Returns the mean over the workers that are there and have a finite `x`.
 
   `x` are real or complex numbers. Without such a worker it is `otherwise`, by
-  default NaN. Small arrays are added in the order of the workers, if `ordered`.
+  default NaN.
   """
-  wide = vary(x.astype(widened(x)), axis)
-  if isinstance(axis, Programs):
-    rows, present, _ = meet(wide, axis)
-    added, count = _sum_of_finite(rows, present, ordered)
-  elif _is_ordered(wide):
-    rows = gather(wide, axis)
-    present = jnp.ones(len(rows), bool)
-    added, count = _sum_of_finite(rows, present, ordered)
-  else:
-    finite = jnp.isfinite(wide).all()
-    added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
-    count = total(finite.astype(jnp.int32), axis)
   size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
-  # By a product: XLA divides by a constant in some programs, and multiplies by
-  # its reciprocal in others.
-  inverse = rounding.exact_reciprocal(count, size, added.dtype)
-  mean = (added * inverse).astype(x.dtype)
+
+  def mean_of(x: jax.Array) -> jax.Array:
+    wide = vary(x.astype(_widened(x.dtype)), axis)
+    if _is_ordered(wide) or isinstance(axis, Programs):
+      present: jax.Array | bool = True
+      if isinstance(axis, Programs):
+        rows, present, _ = meet(wide, axis)
+      else:
+        rows = gather(wide, axis)
+      # rows[workers, *x.shape], finite: bool[workers]
+      finite = jnp.isfinite(rows).all(tuple(range(1, rows.ndim))) & present
+      each = finite.reshape(-1, *(1,) * x.ndim)  # bool[workers, 1, ...]
+      added = _in_order(jnp.where(each, rows, jnp.zeros_like(rows)))
+      count = jnp.sum(finite, dtype=jnp.int32)
+    else:
+      # Too large to be gathered.
+      is_finite = jnp.isfinite(wide).all()
+      wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
+      added, count = sums([wide, is_finite.astype(jnp.int32)], axis)
+    # By a product: XLA divides by a constant in some programs, and multiplies
+    # by its reciprocal in others.
+    inverse = rounding.exact_reciprocal(count, size, added.dtype)
+    mean = (added * inverse).astype(x.dtype)
+    return jnp.where(count > 0, mean, jnp.full_like(mean, jnp.nan))
+
+  mean = _without_types(mean_of, x)
   if otherwise is None:
-    otherwise = jnp.full_like(mean, jnp.nan)
-  return jnp.where(count > 0, mean, otherwise)
+    return mean
+  # Statistics keep a number whose mean is not finite.
+  return jnp.where(jnp.isfinite(mean), mean, otherwise)
 
 
-def _sum_of_finite(
-  rows: jax.Array, present: jax.Array, ordered: bool
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the sum of the finite rows `[workers, ...]`, and their number."""
-  rows = _together(rows)
-  finite = jnp.isfinite(rows).all(tuple(range(1, rows.ndim))) & present
-  each = finite.reshape(-1, *(1,) * (rows.ndim - 1))  # bool[workers, 1, ...]
-  rows = jnp.where(each, rows, jnp.zeros_like(rows))
-  if ordered and _is_ordered(rows[0]):
-    return in_order(rows), jnp.sum(finite, dtype=jnp.int32)
-  if rows.ndim > 1:
-    return jnp.sum(rows, axis=0), jnp.sum(finite, dtype=jnp.int32)
-  pairs = jnp.stack([rows, finite.astype(rows.dtype)])  # [2, workers]
-  added, count = jnp.sum(pairs, axis=1)  # by one collective
-  return added, count.astype(jnp.int32)
-
-
-def first(x: jax.Array, axis: Axis) -> jax.Array:
+def first(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
-    return _together(everyones(x, axis))[0]
+    return everyones(x, axis)[0]
   data = first(jax.random.key_data(x), axis)
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def everyones(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns `x` of all workers, `[workers, *x.shape]`, for any reduction.
+def everyones(
+  x: jax.Array,
+  axis: Axis,
+) -> jax.Array:
+  """Returns all workers' `x`, `[workers, *x.shape]`, for any reduction.
 
   An absent worker has what the first one has that is present.
   """
   if not isinstance(axis, Programs):
     return gather(x, axis)
   rows, present, _ = meet(x, axis)
+  # Zeros would count in a minimum or a product.
   some = rows[jnp.argmax(present)]
   return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
 
 
-def in_order(x: jax.Array) -> jax.Array:
-  """Returns the sum over the first axis, from left to right."""
-  x = _together(x)
-  if len(x) <= 16:
-    return functools.reduce(jnp.add, list(x))
-  return jax.lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
+def _without_types(
+  fun: Callable[[jax.Array], jax.Array],
+  x: jax.Array,
+  num_new_axes: int = 0,
+) -> jax.Array:
+  """Returns `fun(x)`, which may add axes in front.
 
-
-def _together(x: jax.Array) -> jax.Array:
-  """Gathers the first axis, which may be spread where types are Explicit.
-
-  Even if its type looks replicated: under vmap it lacks the worker axis.
+  On an Explicit mesh it runs where no type says how arrays are sharded: JAX has
+  no collectives with such types under `vmap`.
   """
-  if not _is_explicit(x):
-    return x
-  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-  return jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
+  explicit = jax.sharding.get_abstract_mesh().explicit_axes
+  if not explicit:
+    return fun(x)
+  # Inside a worker the result is sharded as `x` is.
+  spec = P(*[None] * num_new_axes, *jax.typeof(x).sharding.spec)
+  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=spec)(x)
 
 
-def _is_explicit(x: jax.Array) -> bool:
-  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-def widened(x: jax.Array) -> Any:
+def _widened(dtype: jnp.dtype) -> jnp.dtype:
   """Returns the dtype that sums are computed in: float32 for halves."""
-  is_half = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_half else x.dtype
+  is_half = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_half else dtype
 
 
-def varies(x: jax.Array, axis: Axis) -> bool:
+def varies(
+  x: jax.Array,
+  axis: Axis,
+) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
   return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
@@ -307,7 +344,10 @@ def is_tracked(axis: Axis) -> bool:
     return False
 
 
-def vary(x: jax.Array, *axes: Axis) -> jax.Array:
+def vary(
+  x: jax.Array,
+  *axes: Axis,
+) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
   new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
   return jax.lax.pcast(x, new, to='varying') if new else x

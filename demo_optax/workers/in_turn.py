@@ -1,7 +1,7 @@
 """Runs a step for one simulated worker after another, between its exchanges.
 
-For steps with operations that `jax.vmap` cannot map, and for models of which
-only one fits the memory at a time.
+For steps with operations that `jax.vmap` cannot map, and for models that
+fit the memory only one at a time.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +12,7 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from demo_optax.workers.collectives import Axis, first
-from demo_optax.workers.variation import (
-  Origin,
-  follow,
-  origins_at,
-  waits,
-  watch_p,
-)
+from demo_optax.workers.variation import Origin, waits, watch_p
 
 # Equations that need the axis of the workers, beside those that communicate.
 _MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
@@ -32,7 +26,7 @@ def run_in_turn(
 ) -> list[jax.Array]:
   """Runs one worker's program so that `jax.vmap` takes workers in turn.
 
-  `origins` are those of its variables. Equations between two exchanges are one
+  `origins` says which variables differ. Equations between two exchanges are one
   loop over the workers. Those that exchange see all workers; so do loops and
   branches with an exchange inside, whose bodies are mapped.
   """
@@ -40,67 +34,69 @@ def run_in_turn(
   values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
-  def read(atom: Var | core.Literal) -> jax.Array:
-    return values[atom] if isinstance(atom, Var) else atom.val
+  def read(atoms: Sequence[Var | core.Literal]) -> list[jax.Array]:
+    return [values[x] if isinstance(x, Var) else x.val for x in atoms]
 
-  pending: list[JaxprEqn] = []  # of the worker's own, not yet run
-
-  def run_pending(later: list[JaxprEqn]) -> None:
-    """Runs what is pending; keeps what later equations and results read."""
+  def run_loop(
+    eqns: list[JaxprEqn],
+    later: Sequence[JaxprEqn],
+  ) -> None:
+    """Runs equations in a loop; keeps what later ones and results read."""
     used = {*_variables(later), *_only(jaxpr.outvars)}
-    outs = [v for v in _made(pending) if v in used]
-    part, ins = _part(jaxpr, [*pending], outs)
-    for variable, x in zip(outs, sequential_vmap(part)(*map(read, ins))):
+    outs = [variable for variable in _made(eqns) if variable in used]
+    part, ins = _part(jaxpr, eqns, outs)
+    # Without an input that differs between workers it runs once.
+    for variable, x in zip(outs, sequential_vmap(part)(*read(ins))):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
       values[variable] = x if is_own else first(x, axis)
-    pending.clear()
 
+  waiting: list[JaxprEqn] = []  # of a worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
     is_mapped = waits(eqn, axis, _MAPPED)
     is_own = any(origins[variable].differs for variable in eqn.outvars)
-    if is_own and not is_mapped:
-      pending.append(eqn)
-      continue
+    # What workers share runs at once, unless it reads what is waiting.
     is_ready = values.keys() >= {*_variables([eqn])}
-    if pending and (is_mapped or not is_ready):
-      run_pending(jaxpr.eqns[number:])
+    if not is_mapped and (is_own or not is_ready):
+      waiting.append(eqn)
+      continue
+    if is_mapped:
+      run_loop(waiting, jaxpr.eqns[number:])
+      waiting = []
+    # A function may have exchanges inside, and much else between them.
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
       inner = eqn.params['jaxpr']
-      known = follow(inner.jaxpr, origins_at(origins, eqn.invars), axis)
-      found = run_in_turn(inner, known, axis, [*map(read, eqn.invars)])
+      results = run_in_turn(inner, origins, axis, read(eqn.invars))
     else:
       part, ins = _part(jaxpr, [eqn], eqn.outvars)
-      found = part(*map(read, ins))
-    values.update(zip(eqn.outvars, found))
-  if pending:
-    run_pending([])
-  return [*map(read, jaxpr.outvars)]
+      results = part(*read(ins))
+    values.update(zip(eqn.outvars, results))
+  run_loop(waiting, [])  # what only results read
+  return read(jaxpr.outvars)
 
 
 def _part(
   jaxpr: Jaxpr,
-  eqns: list[JaxprEqn],
-  outs: list[Var],
+  eqns: Sequence[JaxprEqn],
+  outs: Sequence[Var],
 ) -> tuple[Callable[..., list[jax.Array]], list[Var]]:
-  """Returns a function of some equations of a program, and what it reads."""
+  """Makes a function from some equations; returns it and what it reads."""
   made = {*_made(eqns)}
-  ins = [v for v in _variables(eqns) if v not in made]
+  ins = [variable for variable in _variables(eqns) if variable not in made]
   part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
   return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
 
 
 def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations compute."""
-  return [v for eqn in eqns for v in eqn.outvars]
+  return [variable for eqn in eqns for variable in eqn.outvars]
 
 
 def _variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations read, each once."""
-  return _only(atom for eqn in eqns for atom in eqn.invars)
+  return [*dict.fromkeys(_only(atom for eqn in eqns for atom in eqn.invars))]
 
 
 def _only(atoms: Iterable[object]) -> list[Var]:
   """Returns the variables among variables and constants."""
-  variables = (atom for atom in atoms if isinstance(atom, Var))
-  return [*dict.fromkeys(variables)]
+  return [atom for atom in atoms if isinstance(atom, Var)]

@@ -1,14 +1,14 @@
-"""Operations across workers, called inside of a `data_parallel` step.
+"""Operations across workers, called inside a `data_parallel` step.
 
 A step is traced once, for one worker (`trace`). Where each worker has its own
 device, or is a separate program, exchanges in the step communicate by the
-collectives of that worker. Else the step is run under `jax.vmap`, and an
-exchange is a rule that receives the arrays of all workers.
+that worker's collectives. Else the step is run under `jax.vmap`, and an
+exchange is a rule that receives all workers' arrays.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -25,6 +25,7 @@ from demo_optax._paths import (
   is_stacked,
   leaf_name,
   leaves_of,
+  path_keys,
 )
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
@@ -36,22 +37,16 @@ WORKER_AXIS = 'demo_optax_workers'
 Tree = TypeVar('Tree')
 
 
-class StepView(NamedTuple):
-  """The workers, as a step that is being traced sees them."""
-
-  axis: collectives.Axis
-  num_workers: int
-  # Of a worker on its own device, or of a separate program: exchanges use it.
-  own: Workers | None
-
-
 def trace(
-  view: StepView,
+  workers: Workers,
   step: Callable[..., object],
   arrays: Sequence[jax.Array],
 ) -> tuple[core.ClosedJaxpr, Any]:
-  """Traces one worker's step; returns its program, and results as shapes."""
-  token = traced_step.set(view)
+  """Traces one worker's step; returns its program, and results as shapes.
+
+  `workers` are those that its operations see, without a worker axis.
+  """
+  token = traced_step.set(workers)
   try:
     return jax.make_jaxpr(step, return_shape=True)(*arrays)
   finally:
@@ -63,17 +58,17 @@ def is_in_step() -> bool:
   return traced_step.get() is not None
 
 
-def check_in_step(what: str) -> StepView:
-  """Returns the view of the step; raises outside of a step."""
-  view = traced_step.get()
-  if view is None:
+def check_in_step(what: str) -> Workers:
+  """Returns the workers that the step sees; raises outside a step."""
+  workers = traced_step.get()
+  if workers is None:
     raise ValueError(
       f'{what} must be called in a demo_optax.data_parallel step, got a call'
       ' outside of one. Write the step for one worker and decorate it with'
       ' @demo_optax.data_parallel(workers, batch_argnames=...), instead of'
       ' jax.jit or nnx.jit.'
     )
-  return view
+  return workers
 
 
 # Checks -----------------------------------------------------------------------
@@ -84,19 +79,19 @@ def _watch_leaves(
   which: Callable[[Any], bool],
   check: Callable[[list[tuple[Keys, Origin]]], None],
 ) -> Tree:
-  """Returns `tree`; leaves a check of the origins of some of its leaves."""
-  leaves, treedef = jax.tree.flatten(tree)
-  chosen = [place for place, x in enumerate(leaves) if which(x)]
+  """Returns `tree`; leaves a check where some leaves come from."""
+  flat = leaves_of(tree)
+  chosen = {keys: x for keys, x in flat if which(x)}
   # Not the leaves: what a program closes over must not hold tracers.
-  names = [keys for keys, _ in leaves_of(tree)]
+  names = [*chosen]
 
   def check_chosen(origins: Sequence[Origin]) -> None:
-    check([(names[i], origin) for i, origin in zip(chosen, origins)])
+    check([*zip(names, origins)])
 
-  watched = watch([leaves[place] for place in chosen], check_chosen)
-  for place, x in zip(chosen, watched):
-    leaves[place] = x
-  return treedef.unflatten(leaves)
+  watched = watch([*chosen.values()], check_chosen)
+  chosen.update(zip(names, watched))
+  leaves = [chosen.get(keys, x) for keys, x in flat]
+  return jax.tree.structure(tree).unflatten(leaves)
 
 
 def _is_array(x: object) -> bool:
@@ -105,15 +100,15 @@ def _is_array(x: object) -> bool:
 
 
 def check_own_gradients(gradients: Tree) -> Tree:
-  """Returns `gradients`; raises if all of them are the same on all workers.
+  """Returns `gradients`; raises if all are the same on all workers.
 
   A single gradient that is the same belongs to an unused parameter.
   """
-  view = check_in_step('An update of gradients')
+  count = check_in_step('An update of gradients').count
 
   def check(found: list[tuple[Keys, Origin]]) -> None:
     is_own = any(Origin.DATA in origin for _, origin in found)
-    if is_own or not found or view.num_workers == 1:
+    if is_own or not found or count == 1:
       return
     raise ValueError(
       'The gradients that reach the exchange must be those of one worker, got'
@@ -128,10 +123,13 @@ def check_own_gradients(gradients: Tree) -> Tree:
   return _watch_leaves(gradients, _tree.is_exchanged, check)
 
 
-def equal(tree: Tree, message: str) -> Tree:
-  """Returns `tree`; raises `message` of an array that differs between workers.
+def equal(
+  tree: Tree,
+  message: str,
+) -> Tree:
+  """Returns `tree`; raises `message` if an array differs between workers.
 
-  `{}` in the message is the name of the leaf.
+  `{}` in the message is the leaf's name.
   """
 
   def check(found: list[tuple[Keys, Origin]]) -> None:
@@ -142,11 +140,12 @@ def equal(tree: Tree, message: str) -> Tree:
   return _watch_leaves(tree, _is_array, check)
 
 
-def _check_state(found: list[tuple[Keys, Origin]]) -> None:
-  """Raises for momentum that workers share, or for other state that differs."""
-  for keys, origin in found:
+def _check_shared(found: list[tuple[Keys, Origin]]) -> None:
+  """Raises for momentum that workers share, or for what else differs."""
+  for (kind, *rest), origin in found:
+    keys = tuple(rest)
     if origin.differs and not is_stacked(keys):
-      name = f'The optimizer state {dotted(keys)}'
+      name = f'The {kind} {dotted(keys)}'
       raise ValueError(differs_text(name, BEFORE_EXCHANGE))
     if is_stacked(keys) and not origin.differs:
       raise ValueError(
@@ -188,7 +187,10 @@ RETURNED = (
 )
 
 
-def differs_text(name: str, causes: Sequence[str]) -> str:
+def differs_text(
+  name: str,
+  causes: Sequence[str],
+) -> str:
   """Returns the message for a value that must not differ, but does."""
   start = (
     f'{name[0].upper()}{name[1:]} must be the same on all workers, got one'
@@ -216,11 +218,11 @@ def check_arguments(
 
   Parameters and hyperparameters must be equal on all workers.
   """
-  view = check_in_step('An exchange')
-  if workers.kind == 'on_axis' or workers.count != view.num_workers:
+  count = check_in_step('An exchange').count
+  if workers.kind == 'on_axis' or workers.count != count:
     raise ValueError(
       'workers must be those of data_parallel, which runs the step for'
-      f' {view.num_workers} workers, got {workers} in the transformation. Give'
+      f' {count} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
   gradients = []
@@ -230,14 +232,14 @@ def check_arguments(
       x = _tree.zero_update(x, param, 0)
     gradients.append(jnp.asarray(x))
   updates = jax.tree.structure(updates).unflatten(gradients)
-  parameter = differs_text('The parameter {}', BEFORE_EXCHANGE)
-  hyperparameter = differs_text('The hyperparameter {}', BEFORE_EXCHANGE)
-  return (
-    check_own_gradients(updates),
-    _watch_leaves(state, _is_array, _check_state),
-    equal(params, parameter),
-    equal(hyperparams, hyperparameter),
-  )
+  # By the words in errors.
+  shared = {
+    'optimizer state': state,
+    'parameter': params,
+    'hyperparameter': hyperparams,
+  }
+  checked = _watch_leaves(shared, _is_array, _check_shared)
+  return check_own_gradients(updates), *(checked[name] for name in shared)
 
 
 def for_workers(
@@ -247,17 +249,16 @@ def for_workers(
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
   """Returns `update` for the workers that are seen here.
 
-  In a mapped step it takes the arguments of one worker, and returns updates
+  In a mapped step it takes one worker's arguments, and returns updates
   that are equal on all workers, or each worker's with `own_updates`.
   """
-  view = traced_step.get()
   if workers.relay is not None:
-    view = check_in_step(f'The update for {workers}')
-  if view is None:
-    return functools.partial(update, workers=workers)
-  if view.own is not None:
-    return functools.partial(update, workers=view.own)
-  return functools.partial(_call_stacked, update, workers, own_updates)
+    check_in_step(f'The update for {workers}')
+  # Outside a step, or on a device that is a worker, they communicate directly.
+  seen = traced_step.get() or workers
+  if seen.axis_name == WORKER_AXIS:
+    return functools.partial(_call_stacked, update, workers, own_updates)
+  return functools.partial(update, workers=seen)
 
 
 def _call_stacked(
@@ -266,21 +267,33 @@ def _call_stacked(
   own_updates: bool,
   *given: Any,
 ) -> tuple[Any, Any]:
-  """Calls an update of all workers from the mapped step of one."""
-  treedef = jax.tree.structure(given)
-  constants: list[object] = []  # What is closed over must not hold tracers.
-  places, arrays, has_axis, outputs = [], [], [], []
-  for place, (keys, x) in enumerate(leaves_of(given)):
-    if not _is_array(x):
-      constants.append(x)
-      continue
-    constants.append(None)
-    places.append(place)
-    arrays.append(x)
-    is_update, is_own = keys[0] == 0, is_stacked(keys)
-    has_axis.append(is_update or is_own)
-    if keys[0] < 2:  # Updates and state come first, and come back.
-      outputs.append(is_own or (is_update and own_updates))
+  """Calls an update for all workers from the mapped step for one."""
+  # Updates, state and parameters are arrays; some hyperparameters are numbers.
+  *trees, hyperparams = given
+
+  def only(are_arrays: bool) -> Any:
+    return jax.tree.map(
+      lambda x: x if _is_array(x) == are_arrays else None, hyperparams
+    )
+
+  def is_own(path: Path, _: jax.Array) -> bool:
+    keys = path_keys(path)  # Updates come first.
+    return keys[0] == 0 or is_stacked(keys)
+
+  constants = only(False)  # What is closed over must not hold tracers.
+  arrays = *trees, only(True)
+  own = jax.tree_util.tree_map_with_path(is_own, arrays)
+  # By leaf of the updates and the state that come back.
+  outputs = jax.tree.map(lambda _: own_updates, own[0]), own[1]
+
+  def stack(
+    is_own: bool,
+    is_batched: bool,
+    x: jax.Array,
+  ) -> jax.Array:
+    if is_own and not is_batched:  # of an unused parameter
+      return jnp.broadcast_to(x, (workers.count, *x.shape))
+    return x
 
   def rule(
     size: int,
@@ -288,48 +301,53 @@ def _call_stacked(
     index: Any,
     *arrays: Any,
   ) -> Any:
-    del index
-    leaves = [*constants]
-    of_arrays = zip(places, arrays, has_axis, batched[1:])
-    for place, x, is_own, is_batched in of_arrays:
-      if is_own and not is_batched:  # of an unused parameter
-        x = jnp.broadcast_to(x, (size, *x.shape))
-      leaves[place] = x
-    updated = update(*treedef.unflatten(leaves), workers)
-    return jax.tree.leaves(updated), [*outputs]
+    del size, index
+    # Updates to [workers, ...], momentum to [workers, rows, n].
+    *trees, traced = jax.tree.map(stack, own, tuple(batched[1:]), arrays)
+    hyperparams = jax.tree.map(
+      lambda x, constant: constant if x is None else x,
+      traced,
+      constants,
+      is_leaf=lambda x: x is None,
+    )
+    return update(*trees, hyperparams, workers), outputs
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
-  def one_worker(index: Any, *arrays: Any) -> list[Any]:
+  def one_worker(index: Any, *arrays: Any) -> Any:
     del index
-    return [*arrays[: len(outputs)]]
+    return arrays[:2]
 
   one_worker.def_vmap(rule)
-  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
-  structure = jax.tree.structure(given[:2])
-  return structure.unflatten(watch(updated, outputs=tuple(outputs)))
+  number = jax.lax.axis_index(WORKER_AXIS)
+  updated, treedef = jax.tree.flatten(one_worker(number, *arrays))
+  differs = tuple(jax.tree.leaves(outputs))
+  return treedef.unflatten(watch(updated, outputs=differs))
 
 
 def over_workers(
   tree: Tree,
   reduce: Callable[..., jax.Array] = jnp.mean,
 ) -> Tree:
-  """Reduces one worker's values over all workers, inside of a step.
+  """Reduces one worker's values over all workers, inside a step.
 
   For what a step decides or returns from all workers' values: skips, counts,
   statistics that are state. It is communication, so keep it small. A gradient
-  is one worker's: what is differentiated is refused, as is the mean of integers
-  or flags that differ.
+  is one worker's: what is differentiated is refused. Integers and flags that
+  differ need another reduction than the mean.
 
   Args:
     tree: this worker's arrays.
     reduce: a reduction such as `jnp.mean`, `jnp.sum`, `jnp.min` or `jnp.all`,
       called with `[workers, ...]` and `axis=0`. `jnp.mean`, the default, is the
-      mean of the workers whose array is finite, if any is.
+      mean over the workers whose array is finite, if any is.
 
   Returns:
-    A tree like `tree`, equal on all workers. Of random keys it has worker 0's,
+    A tree like `tree`, equal on all workers. Random keys are worker 0's,
     and with `jnp.mean` integers and flags, which must be equal, as they are.
+
+  Raises:
+    ValueError: outside a step, or in what is differentiated.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -346,11 +364,15 @@ def over_workers(
       f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
     )
 
-  def over(path: Path, x: chex.Numeric) -> jax.Array:
+  def over(
+    path: Path,
+    x: chex.Numeric,
+  ) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))
     if prng.is_key_array(x):
       return collectives.first(x, axis)
     if reduce is jnp.mean:
+      # A worker with NaN is left out, as the exchange does.
       if _tree.is_inexact(x):
         return collectives.mean_finite(x, axis)
       name = f'x.{leaf_name(path)}' if path else 'x'
@@ -362,7 +384,8 @@ def over_workers(
       )
     if reduce is jnp.sum and jax.eval_shape(reduce, x).dtype == x.dtype:
       return collectives.total(x, axis)  # with the same bits in every map
-    return reduce(collectives.everyones(x, axis), axis=0)
+    rows = collectives.everyones(x, axis)  # [workers, *x.shape]
+    return reduce(rows, axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
 
@@ -374,7 +397,10 @@ def _undifferentiated(x: Any) -> Any:
 
 
 @functools.partial(_undifferentiated.defjvp, symbolic_zeros=True)
-def _derivative(primals: Any, tangents: Any) -> Any:
+def _derivative(
+  primals: Any,
+  tangents: Any,
+) -> Any:
   (x,), (tangent,) = primals, tangents
   if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
     raise ValueError(

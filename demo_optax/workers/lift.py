@@ -30,45 +30,44 @@ def map_over(
 ) -> Callable[..., Any]:
   """Maps one worker's function, which may communicate, over all workers.
 
-  `fun` takes what one device has of the arguments, trees of arrays, without a
-  worker axis. Results must be equal on all workers, as those of `Workers.group`
-  are, unless their spec is `stacked`. Specs are trees like the arguments and
-  results, of `Spec`.
+  `fun` takes what one device has from the arguments, without a worker axis.
+  Results must be equal on all workers, as `Workers.group` makes them, unless
+  their spec is `stacked`. The arguments and results are trees with arrays, the
+  specs such trees with a `Spec` for each.
   """
   mapped = _Mapped(workers, fun, in_specs, out_specs)
   if workers.kind == 'simulated':
     return mapped.simulate
   if workers.mesh is not None:
     return mapped.run_on_mesh
+  # In a step nothing is stacked: the function runs as it is.
   specs = jax.tree.leaves((in_specs, out_specs))
   if any(spec.stacked for spec in specs):
     return mapped.run_on_device
   return fun
 
 
-def _on_mesh(workers: Workers, spec: Spec) -> P:
-  """Returns the spec of a whole array."""
+def _on_mesh(
+  workers: Workers,
+  spec: Spec,
+) -> P:
+  """Returns a whole array's spec."""
   if not spec.stacked:
     return spec.inner
   return P(workers.spmd_axis_name, *spec.inner)
 
 
-def _named(workers: Workers, spec: P) -> NamedSharding:
+def _named(
+  workers: Workers,
+  spec: P,
+) -> NamedSharding:
   assert workers.mesh is not None
   return NamedSharding(workers.mesh, spec)
 
 
-def _drop_axis(spec: Spec, x: jax.Array) -> jax.Array:
-  return x[0] if spec.stacked else x
-
-
-def _add_axis(spec: Spec, x: jax.Array) -> jax.Array:
-  return x[None] if spec.stacked else x
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Mapped:
-  """A function of one worker, and the ways to run it; see `map_over`."""
+  """One worker's function, and the ways to run it; see `map_over`."""
 
   workers: Workers
   fun: Callable[..., Any]
@@ -77,17 +76,27 @@ class _Mapped:
 
   def run_on_device(self, *args: Any) -> Any:
     """Runs the function where this device is the worker."""
-    own = jax.tree.map(_drop_axis, self.in_specs, args)
-    return jax.tree.map(_add_axis, self.out_specs, self.fun(*own))
+    # The worker's own [1, ...] without the worker axis, and back.
+    own = jax.tree.map(
+      lambda spec, x: x[0] if spec.stacked else x, self.in_specs, args
+    )
+    return jax.tree.map(
+      lambda spec, x: x[None] if spec.stacked else x,
+      self.out_specs,
+      self.fun(*own),
+    )
 
   def run_on_mesh(self, *args: Any) -> Any:
-    """Runs the function on all devices of the mesh."""
+    """Runs the function on all devices in the mesh."""
     workers = self.workers
     whole = functools.partial(_on_mesh, workers)
 
-    def place_stacked(spec: Spec, x: jax.Array) -> jax.Array:
-      return reshard(workers, x, whole(spec)) if spec.stacked else x
-
+    # Types of parameters say already where they are.
+    placed = jax.tree.map(
+      lambda spec, x: reshard(workers, x, whole(spec)) if spec.stacked else x,
+      self.in_specs,
+      args,
+    )
     mapped = jax.shard_map(
       self.run_on_device,
       mesh=workers.mesh,
@@ -95,35 +104,36 @@ class _Mapped:
       out_specs=jax.tree.map(whole, self.out_specs),
       check_vma=workers.stacked_gradients,  # `meet` has no such types
     )
-    return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
+    return mapped(*placed)
 
   def simulate(self, *args: Any) -> Any:
-    """Runs the function under a `vmap` for each axis of devices.
+    """Runs the function under a `vmap` for each axis.
 
-    What is sharded gets an axis for each of them, before the axis of its
-    blocks.
+    What is sharded gets an axis for the devices, before the axis for the block.
     """
     workers = self.workers
     sizes = {workers.axis_name: workers.count}
     sizes |= workers.param_specs.axis_sizes
     names = [*sizes]
 
-    def axis_of(name: str, spec: Spec) -> int | None:
-      """Returns the axis of an array under the maps of all outer names."""
+    def axis_of(
+      name: str,
+      spec: Spec,
+    ) -> int | None:
+      """Returns where an array has this axis, under maps over outer ones."""
+      outer = names[: names.index(name)]
       # From the outermost; None is an axis of the block itself.
-      axes: list[str | None] = []
-      if spec.stacked:
-        axes.append(workers.axis_name)
+      axes: list[str | None] = [workers.axis_name] * spec.stacked
       for dim in range(len(spec.inner)):
         axes += [*entry(spec.inner, dim), None]
-      if name not in axes:
-        return None
       # The outer maps have taken their axes away.
-      before = axes[: axes.index(name)]
-      outer = names[: names.index(name)]
-      return sum(axis not in outer for axis in before)
+      axes = [axis for axis in axes if axis not in outer]
+      return axes.index(name) if name in axes else None
 
-    def mapped(number: jax.Array, *own: Any) -> Any:
+    def mapped(
+      number: jax.Array,
+      *own: Any,
+    ) -> Any:
       del number  # something has to be mapped over every axis
       return self.fun(*own)
 
@@ -150,7 +160,8 @@ def _to_blocks(
   spec: Spec,
   x: jax.Array,
 ) -> jax.Array:
-  """Cuts every sharded dimension to `[*devices, length of a block]`."""
+  """Cuts every sharded dimension to `[*devices, block]`."""
+  # From the last dimension, so that those before keep their places.
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
@@ -159,7 +170,10 @@ def _to_blocks(
   return x
 
 
-def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
+def _from_blocks(
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
   """Undoes `_to_blocks`."""
   for dim in range(len(spec.inner)):
     at = spec.stacked + dim
@@ -182,6 +196,7 @@ def run_alone(
   """
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
+    # One worker's arrays are whole here, and may be spread over its devices.
     mapped = jax.vmap(
       fun,
       in_axes=(0, 0, None),
@@ -204,7 +219,7 @@ def run_alone(
 def context(
   workers: Workers,
 ) -> contextlib.AbstractContextManager[object]:
-  """Returns the context of one worker's model: layers may look for the mesh."""
+  """Returns the context for one worker's model, which may look for the mesh."""
   if workers.mesh is None:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(workers.mesh.abstract_mesh)
@@ -214,7 +229,7 @@ def context(
 
 
 def numbers(workers: Workers) -> jax.Array:
-  """Returns the numbers of the workers whose arrays are here, int32 `[n]`."""
+  """Returns which workers' arrays are here, int32 `[num_here]`."""
   count = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
     return place(workers, jnp.arange(count, dtype=jnp.int32))
@@ -223,8 +238,11 @@ def numbers(workers: Workers) -> jax.Array:
   return jax.lax.axis_index(workers.axis_name)[None]
 
 
-def stack(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns a copy of `x` for every worker, with a leading worker axis."""
+def stack(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Copies `x` for every worker: with a leading worker axis."""
   if not workers.stacked_gradients:
     # Varying from the start, or a scan over steps would see its type change.
     return vary(x[None], workers.axis)
@@ -234,7 +252,11 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _copies(workers: Workers, x: jax.Array) -> jax.Array:
+def _copies(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  # Compiled, so that each copy is made where its worker is.
   shape = workers.count, *x.shape
   return place(workers, jnp.broadcast_to(x, shape))
 
@@ -244,48 +266,52 @@ def bucket_zeros(
   workers: Workers,
   types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[jax.Array]:
-  """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
-  # In a shard_map, each device makes its shard. jnp.zeros(device=sharding) in a
-  # jit would make all workers' momentum on a single device.
-  spec = _on_mesh(workers, workers.bucket_spec)
+  """Returns zeros in each `Workers.bucket_shape`, allocated sharded."""
+  devices = (1,) if workers.param_specs.axes else ()
 
+  # Each device makes its shard. jnp.zeros(device=sharding) in a jit would make
+  # all workers' momentum on a single device.
   def zeros() -> list[jax.Array]:
     found = []
     for x in types:
-      shape = workers.bucket_shape(x.shape)
-      if workers.mesh is not None:
-        shape = _named(workers, spec).shard_shape(shape)
-      found.append(jnp.zeros(shape, x.dtype))
+      bucket = jnp.zeros((*devices, *x.shape), x.dtype)
+      found.append(vary(bucket, workers.axis))
     return found
 
-  if workers.mesh is None:
-    return [vary(x, workers.axis) for x in zeros()]
-  return jax.shard_map(zeros, mesh=workers.mesh, in_specs=(), out_specs=spec)()
+  return map_over(workers, zeros, (), [workers.bucket_spec] * len(types))()
 
 
-def place(workers: Workers, x: jax.Array) -> jax.Array:
+def place(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
   """Returns `x [count, ...]`, each worker's part where the worker is."""
   if workers.mesh is None:
     return x
-  axis = workers.axis_name
+  axis = workers.spmd_axis_name
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
     return reshard(workers, x, P(axis, *old[1:]))
+  # XLA decides how the worker's devices share its part.
   others = [P.UNCONSTRAINED] * (x.ndim - 1)
   sharding = _named(workers, P(axis, *others))
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def spread(workers: Workers, x: jax.Array) -> jax.Array:
-  """Shards the first axis of one worker's array over the worker's devices.
+def spread(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Shards one worker's array along its first axis, over the worker's devices.
 
-  Pads it to a multiple of their number. Leaves it as it is if it is shorter
-  than half of that, and for two devices, whose products of shards move as few
-  bytes. Called in `context`.
+  Pads it, to divide by their number. Leaves it as it is if it has fewer rows
+  than half the devices, and for two devices, where products with shards move as
+  few bytes. Called in `context`.
   """
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
     return x
+  # From [rows, ...] to [rows up to a multiple of the devices, ...].
   padding = [(0, 0)] * x.ndim
   padding[0] = 0, -len(x) % devices
   x = jnp.pad(x, padding)
@@ -293,25 +319,28 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
-def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
-  count, axis = workers.count, workers.axis_name
-  shape = (count, x.shape[0] // count, *x.shape[1:])
+def split_rows(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Returns a batch `[workers * b, ...]` as rows `[workers, b, ...]`."""
+  shape = (workers.num_here, -1, *x.shape[1:])
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  old = jax.typeof(x).sharding.spec
-  names = entry(old, 0)
-  inner = names[1:] if names[:1] == (axis,) else ()
+  axis, old = workers.axis_name, jax.typeof(x).sharding.spec
+  inner = tuple(name for name in entry(old, 0) if name != axis)
   x = reshard(workers, x, P((axis, *inner), *old[1:]))
   spec = P(axis, inner or None, *old[1:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
-def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
-  count, rows, *others = x.shape
-  shape = (count * rows, *others)
+def join_rows(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Returns rows `[workers, b, ...]` as a batch: undoes `split_rows`."""
+  shape = (-1, *x.shape[2:])
   if not workers.is_explicit:
     return x.reshape(shape)
   old = jax.typeof(x).sharding.spec

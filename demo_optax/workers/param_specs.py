@@ -1,8 +1,8 @@
-"""How a worker's parameters are spread over the devices of the worker.
+"""How a worker's parameters are spread over its devices.
 
-A worker of several devices shards its parameters over the mesh axes other than
+A worker with several devices shards its parameters over mesh axes other than
 the worker axis; `ParamSpecs` knows, for every parameter, over which. Parameters
-are found by path, since an exchange may see only some of them (`optax.masked`,
+are found by path, since an exchange may see only some (`optax.masked`,
 `optax.partition`) and Flax wraps them in variables.
 """
 
@@ -43,7 +43,7 @@ class ParamSharding:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParamSpecs:
-  """The partition specs of all parameters, checked."""
+  """The partition specs for all parameters, checked."""
 
   # Paths and specs; a spec holds for all parameters below its path.
   specs: tuple[tuple[Keys, P], ...] = (((), P()),)
@@ -57,7 +57,7 @@ class ParamSpecs:
     axis_sizes: Mapping[str, int],
     worker_axis: str,
   ) -> 'ParamSpecs':
-    """Checks a tree of `PartitionSpec`; see `Workers.on_mesh`."""
+    """Checks a tree with `PartitionSpec`s; see `Workers.on_mesh`."""
 
     def is_spec(x: object) -> bool:
       return x is None or isinstance(x, P)
@@ -85,7 +85,7 @@ class ParamSpecs:
 
   @functools.cached_property
   def axis_sizes(self) -> tuple[tuple[str, int], ...]:
-    """The axes of more than one device; along others nothing is spread."""
+    """The axes with more than one device; along others nothing is spread."""
     return tuple(axis for axis in self.all_sizes if axis[1] > 1)
 
   @functools.cached_property
@@ -99,25 +99,27 @@ class ParamSpecs:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """The mesh axes inside a worker of several devices, in the mesh's order."""
+    """The names in `axis_sizes`."""
     return tuple(name for name, _ in self.axis_sizes)
 
   @property
   def devices(self) -> int:
-    """Number of devices of a worker."""
+    """How many devices a worker has."""
     return math.prod(size for _, size in self.axis_sizes)
 
   @property
   def bucket_spec(self) -> P:
-    """How a bucket is spread over the devices of a worker."""
+    """How a bucket is spread over a worker's devices."""
     return P(self.axes) if self.axes else P()
 
-  def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
+  def place(
+    self,
+    path: Path,
+    shape: tuple[int, ...],
+  ) -> ParamSharding:
     """Returns how the parameter at `path` is sharded; raises if it cannot."""
     keys = path_keys(path)
-    spec = None
-    for length in range(len(keys) + 1):  # the longest start wins
-      spec = self._specs.get(keys[:length], spec)
+    spec = self._spec_above(keys)
     if spec is None:
       known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
@@ -133,26 +135,39 @@ class ParamSpecs:
         f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
         ' dimension of it, or replicate it: P().'
       )
+    # Along axes with one device nothing is cut, also if the user names them.
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
-  def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
-    """Returns the spec of a bucket or parameter, without the worker axis."""
+  def place_state(
+    self,
+    keys: Keys,
+    shape: tuple[int, ...],
+  ) -> P:
+    """Returns the spec for a bucket or parameter, without the worker axis."""
     if is_bucket(keys):
       return self.bucket_spec
-    parts = [
-      keys[start:stop]
-      for start in range(len(keys))
-      for stop in range(len(keys), start, -1)
-    ]
-    for part in [*parts, ()]:
-      spec = self._specs.get(part)
+    # A parameter's path ends that of its moment in an optimizer's state, which
+    # may have another shape.
+    for start in range(len(keys) + 1):
+      spec = self._spec_above(keys[start:])
       if spec is not None and self._blocks(spec, shape) is not None:
         return spec
     return P()
 
-  def _blocks(self, spec: P, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the number of blocks of each dimension, or None."""
+  def _spec_above(self, keys: Keys) -> P | None:
+    """Returns the spec at this path or above it, which holds for all below."""
+    for length in range(len(keys) + 1):
+      if keys[:length] in self._specs:
+        return self._specs[keys[:length]]
+    return None
+
+  def _blocks(
+    self,
+    spec: P,
+    shape: tuple[int, ...],
+  ) -> tuple[int, ...] | None:
+    """Returns how many blocks each dimension has, or None."""
     if len(spec) > len(shape):
       return None
     sizes, blocks = dict(self.all_sizes), []
@@ -167,22 +182,29 @@ class ParamSpecs:
 REPLICATED = ParamSpecs()
 
 
-def entry(spec: P, dim: int) -> tuple[Any, ...]:
-  """Returns the axes of one dimension."""
+def entry(
+  spec: P,
+  dim: int,
+) -> tuple[Any, ...]:
+  """Returns the axes along one dimension."""
   return tuple(jax.tree.leaves(tuple(spec)[dim : dim + 1]))
 
 
-def keep(spec: P, axes: Collection[Any]) -> P:
-  """Returns the spec of these axes alone, in its shortest form."""
+def keep(
+  spec: P,
+  axes: Collection[Any],
+) -> P:
+  """Returns the spec with these axes alone, in its shortest form."""
   entries = []
   for dim in range(len(spec)):
     kept = [axis for axis in entry(spec, dim) if axis in axes]
     entries.append(tuple(kept) or None)
+  # P(None) and P() are equal layouts, but not equal.
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)
 
 
 def names_of(spec: P) -> list[Any]:
-  """Returns all axes of a spec."""
+  """Returns all axes in a spec."""
   return jax.tree.leaves(tuple(spec))

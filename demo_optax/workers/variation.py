@@ -1,20 +1,18 @@
-"""Finds which values differ between workers, in the program of one worker.
+"""Finds which values differ between workers, in one worker's program.
 
 A `data_parallel` step is traced once, for one worker. `follow` takes the
-worker's own arrays (rows of a batch, momentum, random keys) through that
+worker's own arrays (a batch's rows, momentum, random keys) through that
 program. What is computed from them differs between workers, until a collective
-over all workers makes one value of it. On the way it asks the checks that
+over all workers makes one value. On the way it asks the checks that
 `watch` has left in the program.
 
-Types of arrays (`jax.shard_map` with `check_vma`) say the same of a step on a
-mesh, but they need a rule for every primitive, and turn the gradient of
+Array types (`jax.shard_map` with `check_vma`) say the same about a step on a
+mesh, but they need a rule for every primitive, and turn the gradient for
 parameters that all workers share into a sum.
 """
 
 import contextvars
 import enum
-import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +20,11 @@ import jax
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers.collectives import Axis, meet_p
 from demo_optax.workers.param_specs import names_of
+from demo_optax.workers.workers import Workers
 
 
 class Origin(enum.IntFlag):
@@ -50,11 +49,8 @@ _SAME, _OWN = Origin.NOTHING, Origin.STATE | Origin.DATA
 # Collectives that make one value of all workers'.
 _REDUCTIONS = ('psum', 'pmax', 'pmin', 'all_gather')
 
-# Each output is computed from the operand in its place alone.
-_EACH_ALONE = ('convert_element_type', 'device_put', 'optimization_barrier')
-
-# The step that is being traced for one worker: a `StepView` of `inside`.
-traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
+# The workers, as a step that is being traced for one of them sees them.
+traced_step: contextvars.ContextVar[Workers | None] = contextvars.ContextVar(
   'demo_optax_traced_step', default=None
 )
 
@@ -72,16 +68,19 @@ def watch(
   check: Check | None = None,
   outputs: tuple[bool, ...] | None = None,
 ) -> list[jax.Array]:
-  """Returns `arrays`; leaves a check of them in the program.
+  """Returns `arrays`; leaves a check in the program.
 
-  `outputs` says which results of an exchange differ between workers.
+  `outputs` says which results an exchange makes different for workers.
   """
   return watch_p.bind(*arrays, check=check, outputs=outputs)
 
 
 @watch_p.def_impl
 @watch_p.def_abstract_eval
-def _identity(*arrays: Any, **params: object) -> list[Any]:
+def _identity(
+  *arrays: Any,
+  **params: object,
+) -> list[Any]:
   del params
   return list(arrays)
 
@@ -120,30 +119,18 @@ def follow(
   jaxpr: Jaxpr,
   inputs: Origins,
   axis: Axis,
-) -> dict[Var, Origin]:
-  """Returns the origins of all variables in one worker's program.
+) -> tuple[Origins, Mapping[Var, Origin]]:
+  """Follows what is a worker's own through the worker's program.
 
-  `inputs` are the origins of its inputs. `axis` is that of the workers in the
-  program.
+  `inputs` are its inputs' origins. `axis` is the workers' axis in the program.
+  Returns its outputs' origins, and those of all variables, also in the programs
+  inside it.
 
   Raises:
     ValueError: by a check of `watch`.
   """
-  return _Follower(axis).follow(jaxpr, inputs)
-
-
-def origins_at(
-  known: Mapping[Var, Origin],
-  atoms: Iterable[object],
-) -> Origins:
-  """Returns the origins of variables and constants."""
-  found = []
-  for atom in atoms:
-    if isinstance(atom, Var):
-      found.append(known.get(atom, _SAME))
-    else:
-      found.append(_SAME)
-  return found
+  follower = _Follower(axis)
+  return follower.follow(jaxpr, inputs), follower.found
 
 
 def waits(
@@ -153,8 +140,9 @@ def waits(
 ) -> bool:
   """Returns whether workers wait for each other in an equation.
 
-  True as well for equations of the primitives `also`, by name.
+  True as well for the primitives `also`, by name.
   """
+  # By parameters, since JAX has many collectives.
   name, params = eqn.primitive.name, eqn.params
   is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
   is_collective = _is_over(params, axis) and name != 'axis_index'
@@ -173,59 +161,93 @@ def _waits_in(
   return any(waits(eqn, axis, also) for eqn in jaxpr.eqns)
 
 
-def _is_over(params: Mapping[str, Any], axis: Axis) -> bool:
+def _is_over(
+  params: Mapping[str, Any],
+  axis: Axis,
+) -> bool:
   """Returns whether a collective with these parameters is over an axis."""
   names = params.get('axes', params.get('axis_name', ()))
   return axis in (names if isinstance(names, tuple) else (names,))
 
 
 def _computed(origins: Origins) -> Origins:
-  """Returns the origins of what is computed from each value: no batch."""
+  """Returns origins for what is computed from each value: no batch."""
   return [origin & ~Origin.ROWS for origin in origins]
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
-  """Returns the origin of what is computed from values."""
-  computed = functools.reduce(operator.or_, origins, _SAME)
-  return computed & ~Origin.ROWS
+  """Returns the origin for what is computed from several values."""
+  joined = _SAME
+  for origin in origins:
+    joined |= origin
+  return joined & ~Origin.ROWS
+
+
+def _origins_of(
+  known: Mapping[Var, Origin],
+  atoms: Iterable[object],
+) -> Origins:
+  """Returns the origins that variables and constants have."""
+  origins = []
+  for atom in atoms:
+    origin = _SAME
+    if isinstance(atom, Var):
+      origin = known.get(atom, _SAME)
+    origins.append(origin)
+  return origins
 
 
 class _Follower:
-  """Follows values through a program and the programs inside of it."""
+  """Follows values through a program and the programs inside it."""
 
   def __init__(self, axis: Axis):
     self._axis = axis
     self._checks = True  # not while a loop is followed to its fixed point
+    self.found: dict[Var, Origin] = {}
 
   def follow(
     self,
     jaxpr: Jaxpr,
     inputs: Origins,
-  ) -> dict[Var, Origin]:
-    """Returns the origins of all variables."""
+  ) -> Origins:
+    """Returns the origins for a program's outputs."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
-      outputs = self._outputs(eqn, origins_at(known, eqn.invars))
+      outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
       known.update(zip(eqn.outvars, outputs))
-    return known
-
-  def _run(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
-    """Returns the origins of a program's outputs."""
-    return origins_at(self.follow(jaxpr, inputs), jaxpr.outvars)
+    for variable, origin in known.items():  # a program may be called again
+      self.found[variable] = self.found.get(variable, _SAME) | origin
+    return _origins_of(known, jaxpr.outvars)
 
   def _outputs(
     self,
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
-    """Returns the origins of the outputs of an equation."""
+    """Returns the origins that an equation's outputs have."""
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in _RULES:
-      return _RULES[name](self, eqn, inputs)
-    if name in _EACH_ALONE:
-      return inputs
-    if eqn.primitive is meet_p:  # rows, who is present, whether this worker is
-      return _SAME, _SAME, _OWN
+    match name:
+      case 'scan':
+        return self._scan(eqn, inputs)
+      case 'while':
+        return self._while(eqn, inputs)
+      case 'cond':
+        return self._cond(eqn, inputs)
+      # Our own two: a check or an exchange, and a meeting at the relay.
+      case watch_p.name:
+        return self._watch(eqn, inputs)
+      case meet_p.name:  # rows, who is present, whether this worker is
+        return _SAME, _SAME, _OWN
+      case 'convert_element_type' | 'device_put' | 'optimization_barrier':
+        return inputs  # each output has what is in its place
+      case 'sharding_constraint':
+        self._check_spec(getattr(eqn.params['sharding'], 'spec', P()))
+      case 'new_ref' | 'empty_ref':
+        raise ValueError(
+          'A data_parallel step must not make mutable arrays, got jax.new_ref:'
+          ' what is written to them cannot be followed. Use values that it'
+          ' returns.'
+        )
     if _is_over(eqn.params, self._axis):
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
@@ -235,7 +257,7 @@ class _Follower:
     # A call: jit, remat, or a function whose derivative is given.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
-        return self._run(inner, inputs)
+        return self.follow(inner, inputs)
     return [_joined(inputs)] * count
 
   def _watch(
@@ -250,26 +272,14 @@ class _Follower:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
 
-  def _ref(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
-    raise ValueError(
-      'A data_parallel step must not make mutable arrays, got jax.new_ref: what'
-      ' is written to them cannot be followed. Use values that it returns.'
-    )
-
-  def _sharding(
-    self,
-    eqn: JaxprEqn,
-    inputs: Origins,
-  ) -> Origins:
-    sharding = eqn.params['sharding']
-    is_named = isinstance(sharding, NamedSharding)
-    if is_named and self._axis in names_of(sharding.spec):
+  def _check_spec(self, spec: P) -> None:
+    """Raises for a sharding in the step that names the worker axis."""
+    if self._axis in names_of(spec):
       raise ValueError(
         f'A sharding in a data_parallel step must not name the worker axis'
-        f' {self._axis!r}, got {sharding.spec}: arrays in the step are one'
+        f' {self._axis!r}, got {spec}: arrays in the step are one'
         f" worker's. Leave the axis out: None in place of {self._axis!r}."
       )
-    return [_joined(inputs)]
 
   def _loop(
     self,
@@ -278,20 +288,25 @@ class _Follower:
     carry: Origins,
     after: Origins,
   ) -> Origins:
-    """Returns the origins of a loop's outputs, at the fixed point."""
+    """Returns the origins for a loop's outputs, at the fixed point."""
+    # Checks wait: what is carried is not known to differ yet.
     did_check, self._checks = self._checks, False
     carry = _computed(carry)
     old: Origins = []
     while old != carry:
       old = carry
-      outputs = self._run(body, [*before, *carry, *after])
+      outputs = self.follow(body, [*before, *carry, *after])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
     # Origins only grow, so that this ends. Now they are all there.
     self._checks = did_check
-    outputs = self._run(body, [*before, *carry, *after])
+    outputs = self.follow(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
-  def _scan(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
+  def _scan(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     body = eqn.params['jaxpr'].jaxpr
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
@@ -322,16 +337,21 @@ class _Follower:
     carry = inputs[num_consts:]
     carry = self._loop(body, inputs[num_cond:num_consts], carry, [])
     condition = eqn.params['cond_jaxpr'].jaxpr
-    (ends,) = self._run(condition, [*inputs[:num_cond], *carry])
+    (ends,) = self.follow(condition, [*inputs[:num_cond], *carry])
     # If it is a worker's own, workers leave the loop at different times.
     self._check_common(ends, [body])
     return [_joined([x, ends]) for x in carry]
 
-  def _cond(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
+  def _cond(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
+    # A worker's own branch makes all of its results the worker's own.
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)
-    outputs = [self._run(branch, operands) for branch in branches]
+    outputs = [self.follow(branch, operands) for branch in branches]
     return [_joined([which, *several]) for several in zip(*outputs)]
 
   def _check_common(
@@ -352,19 +372,10 @@ class _Follower:
       )
 
 
-def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+def _num_equal(
+  outer: Sequence[Any],
+  inner: Sequence[Any],
+) -> int:
   """Counts the variables that have the same shape in both programs."""
   pairs = zip(outer, inner, strict=True)
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
-
-
-# By primitive, where outputs are not computed from all inputs in one way.
-_RULES = {
-  watch_p.name: _Follower._watch,
-  'new_ref': _Follower._ref,
-  'empty_ref': _Follower._ref,
-  'sharding_constraint': _Follower._sharding,
-  'scan': _Follower._scan,
-  'while': _Follower._while,
-  'cond': _Follower._cond,
-}

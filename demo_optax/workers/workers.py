@@ -1,4 +1,4 @@
-"""The workers of an exchange, as a value."""
+"""The workers in an exchange, as a value."""
 
 import dataclasses
 import importlib.util
@@ -38,7 +38,7 @@ class Remote(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Workers:
-  """The workers of an exchange. Make them with one of the constructors.
+  """The workers in an exchange, made by one of the constructors.
 
   ==========================  ==========================  ======================
   constructor                 gradients                   for
@@ -55,10 +55,10 @@ class Workers:
 
   Attributes:
     kind: the constructor.
-    axis_name: name of the worker axis.
+    axis_name: the worker axis's name.
     num_workers: how many there are; None if the caller's axis decides.
-    mesh: the mesh of `on_mesh`, or of a `remote` worker's devices, else None.
-    param_specs: how parameters are spread over the devices of a worker.
+    mesh: that `on_mesh` or a `remote` worker was given, else None.
+    param_specs: how parameters are spread over a worker's devices.
     relay: where the others are, for `remote`, else None.
     stacked_state: whether momentum has a worker axis; `data_parallel` sets it.
     sequential: whether a step runs simulated workers one after another.
@@ -89,9 +89,9 @@ class Workers:
     map, such as `jax.lax.ragged_dot` or `jax.pure_callback`, and for large
     models. The state has the same bits for the same gradients.
 
-    With `param_specs` as in `on_mesh`, and the sizes of the axes inside a
-    worker in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and
-    states are those of that mesh.
+    With `param_specs` as in `on_mesh`, and the sizes that axes inside a worker
+    have, in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and
+    states are as on that mesh.
     """
     _checks.check_positive('num_workers', num_workers)
     specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
@@ -106,28 +106,28 @@ class Workers:
     axis_name: str,
     param_specs: chex.ArrayTree | None = None,
   ) -> 'Workers':
-    """Makes a worker of each position of a mesh axis.
+    """Makes a worker at each position along a mesh axis.
 
     Workers exchange in a `jax.shard_map`. A `data_parallel` step is run by it
     if the mesh has no other axis, and else by `jax.vmap`.
 
     A worker is all the devices at its position, which replicate the parameters,
-    or shard them by `param_specs`. A device exchanges the chunks of its shard,
-    and its share of what is replicated, with its counterparts in the other
+    or shard them by `param_specs`. A device exchanges its shard's chunks,
+    and its share in what is replicated, with its counterparts in the other
     workers. Gradients and momentum are stacked: sharded over `axis_name`, then
     as the parameters.
 
     Args:
-      mesh: a mesh whose axes are all of type Auto or all Explicit. On Explicit
+      mesh: a mesh whose axes are all Auto or all Explicit. On Explicit
         axes parameters must be on the mesh (`device_put`).
-      axis_name: the axis of the workers; parameters are replicated over it.
+      axis_name: the workers' axis; parameters are replicated over it.
       param_specs: how a worker's parameters are sharded over the other axes: a
-        tree of `PartitionSpec` like the parameters, where a spec in place of a
-        subtree holds for all of it and `None` is `P()`, replicated.
+        tree with `PartitionSpec`s like the parameters, where a spec for a
+        subtree holds for all in it and `None` is `P()`, replicated.
         `demo_optax.param_specs` takes it from a Flax model.
 
     References:
-      Workers of many devices: From et al., `DeToNATION
+      Workers with many devices: From et al., `DeToNATION
       <https://arxiv.org/abs/2502.06728>`_ (FlexDeMo).
     """
     if axis_name not in mesh.axis_names:
@@ -140,6 +140,7 @@ class Workers:
         f'The axes {mesh.axis_names} of the mesh must have one type, got'
         f' {mesh.axis_types}. Make all Auto or all Explicit.'
       )
+    # All other axes are inside a worker.
     inner = dict(mesh.shape)
     del inner[axis_name]
     specs = ParamSpecs.of(param_specs, inner, axis_name)
@@ -147,7 +148,7 @@ class Workers:
 
   @classmethod
   def on_axis(cls, axis_name: str) -> 'Workers':
-    """Makes workers of an axis that the caller has mapped.
+    """Makes workers along an axis that the caller has mapped.
 
     For training steps inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
     Gradients are the worker's own, in the parameters' shapes; momentum has a
@@ -171,29 +172,29 @@ class Workers:
     mesh: Mesh | None = None,
     param_specs: chex.ArrayTree | None = None,
   ) -> 'Workers':
-    """Makes workers of separate programs, joined by a relay.
+    """Makes workers that are separate programs, joined by a relay.
 
     Each is a JAX program on its own device or mesh, on any platform. In a
     `data_parallel` step it sends its message to the relay
-    (`python -m demo_optax.remote`) and receives those of all workers. A late
-    worker is left out of a round, which costs the others one deadline. A
-    program that starts later takes the parameters and the shared state from
-    another worker in its first step.
+    (`python -m demo_optax.remote`) and receives everyone's. A late worker is
+    left out for a round, which costs the others one deadline. A program that
+    starts later takes the parameters and the shared state from another worker
+    in its first step.
 
     Batches and results for their rows are the program's own. The momentum has a
     leading axis of 1. Parameters are equal on all workers, to the bit on
-    hardware of one kind.
+    like hardware.
 
     Args:
-      address: of the relay, such as `tcp://relay.example.org:7077`.
-      rank: the number of this worker, from 0 to `count - 1`; or None, for a
+      address: the relay's, such as `tcp://relay.example.org:7077`.
+      rank: this worker's number, from 0 to `count - 1`; or None, for a
         program that trains nothing (`demo_optax.remote.follow`).
       count: the most workers that there can be. More than needed make programs
-        larger, and not messages.
-      keys: the worker's file of keys, which `python -m demo_optax.remote keys`
-        writes; needed beyond loopback.
-      mesh: the devices of this worker, if there are several, with axes of type
-        Auto. All workers must have meshes of one shape. If the worker has
+        larger, not messages.
+      keys: this worker's file from `python -m demo_optax.remote keys`, needed
+        beyond loopback.
+      mesh: this worker's devices, if there are several, with Auto axes. All
+        workers' meshes must have one shape. If the worker has
         several processes, it spans their devices; the first one connects.
       param_specs: how parameters are sharded over them; see `on_mesh`.
     """
@@ -235,7 +236,7 @@ class Workers:
 
   @property
   def count(self) -> int:
-    """Number of workers (`on_axis`: known inside the mapped function only)."""
+    """How many workers there are (`on_axis`: known inside the map only)."""
     if self.num_workers is not None:
       return self.num_workers
     try:
@@ -253,13 +254,18 @@ class Workers:
     return self.kind in ('simulated', 'on_mesh')
 
   @property
+  def num_here(self) -> int:
+    """How many workers have their arrays here: all, or this one."""
+    return self.count if self.stacked_gradients else 1
+
+  @property
   def is_explicit(self) -> bool:
-    """Whether the types of arrays say how they are sharded."""
+    """Whether array types say how they are sharded."""
     return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
   @property
   def spmd_axis_name(self) -> str | None:
-    """The mesh axis of the leading axis of stacked arrays, if there is one."""
+    """The mesh axis along which stacked arrays lead, if there is one."""
     return self.axis_name if self.kind == 'on_mesh' else None
 
   @property
@@ -279,19 +285,19 @@ class Workers:
 
   @property
   def bucket_spec(self) -> Spec:
-    """The layout of arrays of the shape `bucket_shape`."""
+    """The layout for arrays with the shape `bucket_shape`."""
     return Spec(self.stacked_state, self.param_specs.bucket_spec)
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of an array that has `shape` on every device.
+    """Returns the shape for an array that has `shape` on every device.
 
-    `[workers, devices, ...]`, without `workers` inside of a step, and without
+    `[workers, devices, ...]`, without `workers` inside a step, and without
     `devices` where no axes are inside a worker.
     """
     if self.param_specs.axes:
       shape = (self.param_specs.devices, *shape)
     if self.stacked_state:
-      shape = (self.count if self.stacked_gradients else 1, *shape)
+      shape = (self.num_here, *shape)
     return shape
 
   def device_put(self, tree: Tree) -> Tree:
@@ -305,8 +311,12 @@ class Workers:
     if self.mesh is None:
       return tree
 
-    def move(path: Path, x: jax.Array) -> jax.Array:
+    def move(
+      path: Path,
+      x: jax.Array,
+    ) -> jax.Array:
       sharding = self.sharding(path_keys(path), np.shape(x))
+      # Momentum is spread, and parameters may be as the user likes.
       if is_on(self.mesh, x) and (
         sharding.spec == P() or not x.is_fully_replicated
       ):
@@ -315,13 +325,21 @@ class Workers:
 
     return jax.tree_util.tree_map_with_path(move, tree)
 
-  def sharding(self, keys: Keys, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns where a parameter, or a leaf of a state, is on the mesh."""
+  def sharding(
+    self,
+    keys: Keys,
+    shape: tuple[int, ...],
+  ) -> NamedSharding:
+    """Returns where a parameter, or a leaf in a state, is on the mesh."""
     assert self.mesh is not None
     return NamedSharding(self.mesh, self.spec(keys, shape))
 
-  def spec(self, keys: Keys, shape: tuple[int, ...]) -> P:
-    """Returns the spec of a parameter, or of a leaf of a state."""
+  def spec(
+    self,
+    keys: Keys,
+    shape: tuple[int, ...],
+  ) -> P:
+    """Returns the spec for a parameter, or for a leaf in a state."""
     if not is_stacked(keys):
       return self.param_specs.place_state(keys, shape)
     inner = self.param_specs.place_state(keys, shape[1:])
@@ -329,16 +347,22 @@ class Workers:
     return P(self.axis_name if self.relay is None else None, *inner)
 
 
-def is_on(mesh: Mesh | None, x: object) -> bool:
-  """Returns whether an array is on all devices of a mesh."""
+def is_on(
+  mesh: Mesh | None,
+  x: object,
+) -> bool:
+  """Returns whether an array is on all devices in a mesh."""
   return getattr(getattr(x, 'sharding', None), 'mesh', None) == mesh
 
 
-def put(x: Any, sharding: NamedSharding) -> Any:
+def put(
+  x: Any,
+  sharding: NamedSharding,
+) -> Any:
   """Places an array as `jax.device_put` does, without communication.
 
-  A process cannot write to the devices of others: an array that each process
-  has alone goes through the host, each process placing its part. Of a shape it
+  A process cannot write to other processes' devices: an array that each has
+  alone goes through the host, each process placing its part. For a shape it
   returns the shape with the sharding.
   """
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -351,5 +375,6 @@ def put(x: Any, sharding: NamedSharding) -> Any:
   if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  # Each process passes the same values, and places those for its devices.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])

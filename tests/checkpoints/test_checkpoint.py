@@ -179,9 +179,9 @@ def bits(tree):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('layout', [(4, 1, 'explicit'), (2, 4, 'auto')])
-def test_resumed_is_uninterrupted_bit_for_bit(layout, tmp_path):
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path):
   """With all that is in a tree; `test_maps.py` has states on other meshes."""
+  layout = 2, 4, 'explicit'
   run = Run(on_mesh(*layout)).train(3)
   with checkpoint.Checkpointer(tmp_path, run.tree) as checkpoints:
     checkpoints.save(3, run.tree)  # while the state is donated to step 4
@@ -528,7 +528,6 @@ def test_another_number_of_workers(case, tmp_path):
 @pytest.mark.parametrize(
   'new, is_kept',
   [
-    (lambda: simulated(4), True),
     (lambda: on_mesh(4, kind='explicit'), True),
     (lambda: simulated(3), False),
     (lambda: on_mesh(4, 2), False),  # a worker's chunks lie on two devices

@@ -161,7 +161,14 @@ def test_a_counter_in_two_words_is_data(workers):
 # Noise of each worker's own ------------------------------------------------------
 
 
-@pytest.mark.parametrize('local', [False, True])
+@pytest.mark.parametrize(
+  'workers, local',
+  [
+    ('simulated', True),
+    *((x, False) for x in ('simulated', 'auto', 'explicit')),
+  ],
+  indirect=['workers'],
+)
 def test_each_worker_draws_noise_of_its_own(workers, local):
   """All drew the same: the mean of four had the noise of one."""
   noise = optax.add_noise(1.0, 0.0, jax.random.key(0))
@@ -424,7 +431,6 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
   [
     ('simulated', demo_optax.demo, True),
     ('explicit', demo_optax.demo, False),
-    ('explicit', demo_optax.demo, True),
     ('auto', demo_optax.demo_muon, False),
   ],
   indirect=['workers'],

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import wait_until
 from jax.sharding import PartitionSpec as P
-from test_bits import METHODS, Joined, host
+from test_bits import METHODS, Clock, Joined, host, pass_when, state_is_sent
 
 import demo_optax
-from demo_optax.remote import frames, program
+from demo_optax.remote import frames, rounds
 from demo_optax.remote.link import Position, link_of
 
 INFOS = {}  # of the last run, by rank
@@ -31,16 +32,16 @@ class Course:
   def __init__(self, last, steps):
     self.last, self.steps, self.over = last, steps, threading.Event()
 
-  def of(self, workers, pause=0.0, at=-1):
-    """Of a worker; it pauses for seconds when it is in a round, or later."""
-    pauses, left = [pause] if pause else [], [self.steps]
+  def of(self, workers, away=None, at=-1):
+    """Of a worker; in a round, or later, it calls `away(number)` once."""
+    left, calls = [self.steps], [away] if away else []
 
     def before(number):
-      if self.over.wait(0.03):
+      if self.over.wait(0.02):
         raise Done
-      if pauses and number >= at:
-        time.sleep(pauses.pop())
-      elif workers.relay.rank == self.last and not pauses:
+      if calls and number >= at:
+        calls.pop()(number)
+      elif workers.relay.rank == self.last and not calls:
         left[0] -= 1
         if not left[0]:
           self.over.set()
@@ -49,11 +50,26 @@ class Course:
     return before
 
 
+def miss(joined, count):
+  """What a worker calls to be late: the others end rounds without it."""
+
+  def away(_):
+    number = joined.relay.rounds.round
+    pass_when(
+      joined,
+      lambda members: sum(bool(m.body) for m in members) == joined.count - 1,
+      61,
+    )
+    wait_until(lambda: joined.relay.rounds.round >= number + count)
+
+  return away
+
+
 def train(
   workers,
   rounds,
   before=lambda number: None,
-  method='demo',
+  method='plain',
   spoil=lambda number, params: None,
   start=0.1,
   rate=lambda number: 1.0,
@@ -95,6 +111,7 @@ def train(
       except KeyboardInterrupt:
         pass
     found[link.position.round] = jax.tree.map(host, params)
+    state_is_sent(workers)
   INFOS[rank] = demo_optax.remote.status(workers)._asdict()
   return found
 
@@ -125,12 +142,7 @@ def check_equal(found):
 
 @pytest.mark.parametrize(
   'method, evaluates',
-  [
-    ('demo', False),
-    ('demo_diloco', False),
-    ('delayed', False),
-    ('demo', True),
-  ],
+  [('demo_diloco', False), ('delayed', False), ('demo', True)],
 )
 def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""
@@ -138,12 +150,13 @@ def test_a_late_worker(method, evaluates):
   course = Course(2, 15 if method == 'demo' else 45)
 
   def run(workers):
-    before = course.of(workers, 1.5 if workers.relay.rank == 2 else 0, 5)
+    away = miss(joined, 3) if workers.relay.rank == 2 else None
+    before = course.of(workers, away, 5)
     if evaluates:
       before = evaluating(workers, before, 5)
     return train(workers, 10_000, before, method)
 
-  with Joined(3, deadline=0.6) as joined:
+  with Joined(3, clock=Clock()) as joined:
     found = joined.run(run)
   check_equal(found)
   assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
@@ -153,9 +166,7 @@ def test_a_late_worker(method, evaluates):
     assert len(found[2]) < len(found[0])
 
 
-@pytest.mark.parametrize(
-  'devices, method', [(1, 'demo'), (4, 'demo'), (1, 'demo_diloco')]
-)
+@pytest.mark.parametrize('devices, method', [(4, 'demo'), (1, 'demo_diloco')])
 def test_a_worker_that_joins(devices, method):
   """One that is there later takes the state, and is not waited for before."""
   begun = threading.Event()
@@ -261,7 +272,7 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
   def trained(workers):
     own = Interrupted(link_of(workers))
     if workers.relay.rank == 1:
-      monkeypatch.setattr(own.link, 'exchange', own.exchange)
+      monkeypatch.setattr(own.link, 'gather', own.exchange)
     return train(workers, 12)
 
   with Joined(2) as joined:
@@ -274,7 +285,7 @@ class Interrupted:
   """A link whose exchanges are interrupted, before or after they happened."""
 
   def __init__(self, link):
-    self.link, self.real, self.calls = link, link.exchange, 0
+    self.link, self.real, self.calls = link, link.gather, 0
 
   def exchange(self, body):
     self.calls += bool(body)
@@ -305,27 +316,24 @@ def test_an_evaluation_without_the_others():
     assert joined.run(run) == [[0, 0.5, 0], [1, 0.5, 1]]
 
 
-@pytest.mark.parametrize('evaluates', [False, True])
-def test_parameters_that_differ(evaluates, monkeypatch):
+def test_parameters_that_differ(monkeypatch):
   """At the start and later: a worker takes the state of another one.
 
-  Also if every round of a check is an evaluation.
+  Although every round of a check is an evaluation.
   """
-  monkeypatch.setattr(program, 'CHECK_EVERY', 6)
+  monkeypatch.setattr(rounds, 'CHECK_EVERY', 6)
 
   def run(workers):
-    before, steps = course.of(workers), iter(range(10_000))
+    steps = iter(range(10_000))
 
     def spoil(number, params):
       if workers.relay.rank == 1 and next(steps) == 10:
         params['w'] = params['w'].at[3, 5].add(1e-6)
 
-    if evaluates:
-      before = evaluating(workers, before, 0)
     return train(
       workers,
       10_000,
-      before,
+      evaluating(workers, course.of(workers), 0),
       spoil=spoil,
       start=0.1 + (workers.relay.rank == 1),
     )
@@ -351,7 +359,7 @@ def test_a_number_that_all_must_give():
 
   def run(workers):
     is_late = workers.relay.rank == 2
-    before = course.of(workers, 1.0 if is_late else 0, 5)
+    before = course.of(workers, miss(joined, 3) if is_late else None, 5)
 
     def paced(number):
       before(number)
@@ -368,7 +376,7 @@ def test_a_number_that_all_must_give():
 
   course, ended = Course(2, 15), threading.Event()
   with (
-    Joined(3, deadline=0.3) as joined,
+    Joined(3, clock=Clock()) as joined,
     pytest.raises(ValueError, match='rate must be equal on all workers'),
   ):
     joined.run(run)
@@ -387,7 +395,7 @@ def test_arguments_that_differ():
 
   with (
     Joined(2) as joined,
-    pytest.raises(RuntimeError, match='different are other arguments'),
+    pytest.raises(RuntimeError, match='others run, got\n  other arguments: '),
   ):
     joined.run(run)
 
@@ -426,7 +434,7 @@ def test_momentum_gives_up_only_what_others_received(is_in, monkeypatch):
   monkeypatch.setattr(link, 'hello', lambda *_: None)
   monkeypatch.setattr(link, 'position', Position(1, b'x' * frames.CHAIN))
   monkeypatch.setattr(
-    link, 'exchange', lambda body: [body if is_in else b'', body]
+    link, 'gather', lambda body: [body if is_in else b'', body]
   )
   tx = demo_optax.demo(1e-2, decay=0.99, workers=workers)
   params = {'w': jnp.zeros((64, 64))}

@@ -11,7 +11,7 @@ from helpers import wait_until
 from test_bits import Clock, Joined, pass_when
 
 import demo_optax
-from demo_optax.remote import frames, program
+from demo_optax.remote import frames, rounds, states
 from demo_optax.remote.link import link_of
 
 ARRAYS = [  # of every dtype that a state may have
@@ -36,12 +36,12 @@ SPOILED = {
 
 
 def sketch(hardware, state):
-  found = program._sketch([SPOILED[state], *REST])
+  found = states.sketch([SPOILED[state], *REST])
   return hardware.encode().ljust(frames.CHAIN) + found[frames.CHAIN :]
 
 
 @pytest.mark.parametrize(
-  'states, majority',
+  'found, majority',
   [
     ('a equal, a equal, a equal', [0, 1, 2]),
     ('a equal', [0]),
@@ -69,9 +69,9 @@ def sketch(hardware, state):
     ('a nan, a nan, a equal, a equal, b rounded', [2, 3, 4]),
   ],
 )
-def test_majority(states, majority):
-  sketches = dict(enumerate(sketch(s[0], s[2:]) for s in states.split(', ')))
-  assert program._majority(sketches) == majority
+def test_majority(found, majority):
+  sketches = dict(enumerate(sketch(s[0], s[2:]) for s in found.split(', ')))
+  assert states.majority(sketches) == majority
 
 
 @pytest.mark.parametrize('number', range(len(ARRAYS)))
@@ -82,29 +82,29 @@ def test_all_arrays_are_compared(number):
   for hardware in 'ab':
     other = hardware.encode() * frames.CHAIN
     one, two = (
-      own + program._sketch(of)[frames.CHAIN :]
+      own + states.sketch(of)[frames.CHAIN :]
       for own, of in ((b'a' * frames.CHAIN, ARRAYS), (other, arrays))
     )
-    assert not program._majority({0: one, 1: two})
-    assert program._majority({0: one, 1: one})
+    assert not states.majority({0: one, 1: two})
+    assert states.majority({0: one, 1: one})
 
 
 def test_a_count_that_is_one_step_ahead():
   """Integers of other hardware must be equal: nothing rounds them."""
   one, two = (
-    own * frames.CHAIN + program._sketch([jnp.int32(n)])[frames.CHAIN :]
+    own * frames.CHAIN + states.sketch([jnp.int32(n)])[frames.CHAIN :]
     for own, n in ((b'a', 10_000), (b'b', 10_001))
   )
-  assert program._majority({0: one, 1: two}) == []
+  assert states.majority({0: one, 1: two}) == []
 
 
 def test_hardware(monkeypatch):
   """JAX calls all processors 'cpu', and compiles for each of them."""
-  find, found = program._hardware.__wrapped__, set()
+  find, found = states.hardware.__wrapped__, set()
   for flags in ('flags: avx2', 'flags: avx2 avx512f', 'flags: avx2'):
     text = f'processor: 0\n{flags}\nMHz: {len(found)}'
     monkeypatch.setattr(
-      program.pathlib.Path, 'read_text', lambda _, text=text: text
+      states.pathlib.Path, 'read_text', lambda _, text=text: text
     )
     found.add(find())
   assert len(found) == 2
@@ -113,7 +113,7 @@ def test_hardware(monkeypatch):
 @pytest.fixture(name='of_ranks')
 def make_of_ranks(monkeypatch):
   """Makes the hardware of each worker another one."""
-  local, real = threading.local(), program._sketch
+  local, real = threading.local(), states.sketch
 
   def sketch_of(arrays):
     found = real(arrays)
@@ -121,7 +121,7 @@ def make_of_ranks(monkeypatch):
 
   def use(rank):
     local.rank = rank
-    monkeypatch.setattr(program, '_sketch', sketch_of)
+    monkeypatch.setattr(states, 'sketch', sketch_of)
 
   return use
 
@@ -205,7 +205,7 @@ class Spoiled(Run):
 )
 def test_one_that_is_spoiled(rank, delta, is_unlike, monkeypatch, of_ranks):
   """It takes the state of another one, and the others go on."""
-  monkeypatch.setattr(program, 'CHECK_EVERY', 6)
+  monkeypatch.setattr(rounds, 'CHECK_EVERY', 6)
   unlike = of_ranks if is_unlike else lambda rank: None
   run = Spoiled(3, rank, delta, unlike=unlike).run()
   assert run.of('parted') == [own == rank for own in range(3)]
@@ -216,7 +216,7 @@ def test_one_that_is_spoiled(rank, delta, is_unlike, monkeypatch, of_ranks):
 @pytest.mark.parametrize('delta', [1000.0, 1e-6, np.nan])
 def test_no_majority(delta, monkeypatch):
   """The run ends for all, and stays ended; the state is as it was."""
-  monkeypatch.setattr(program, 'CHECK_EVERY', 6)
+  monkeypatch.setattr(rounds, 'CHECK_EVERY', 6)
   run = Spoiled(2, 0, delta).run()
   assert max(run.found[0]) == max(run.found[1]) == 12
   for rank, errors in run.errors.items():

@@ -3,14 +3,10 @@
 import concurrent.futures
 import contextlib
 import functools
-import json
 import logging
 import os
 import pathlib
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -30,12 +26,13 @@ class Links:
   """Workers without arrays: links of threads that exchange bytes."""
 
   def __init__(self, joined, count, links=()):
+    self.text = frames.described(count, {})
     self.links = list(links) or [
       Link(joined.address, r, None) for r in range(count)
     ]
 
   def __enter__(self):
-    self.each(lambda link: link.hello(b'{}', frames.digest(b'state')))
+    self.each(lambda link: link.hello(self.text, frames.digest(b'state')))
     return self
 
   def __exit__(self, *_):
@@ -51,7 +48,7 @@ class Links:
     links = self.links if links is None else links
     tag = frames.tag('', b'', True)  # of a training step
     bodies = {id(link): tag + os.urandom(size) for link in links}
-    lists = self.each(lambda link: link.exchange(bodies[id(link)]), links)
+    lists = self.each(lambda link: link.gather(bodies[id(link)]), links)
     expected = [bodies.get(id(link), b'') for link in self.links]
     assert all(found == expected for found in lists), lists
 
@@ -65,9 +62,9 @@ class Links:
         lambda members: sum(bool(m.body) for m in members) == len(links),
         0,
       )
-      number = joined.relay.round
+      number = joined.relay.rounds.round
       time.sleep(0.1)
-      held.append(joined.relay.round == number)
+      held.append(joined.relay.rounds.round == number)
       joined.clock.now += 61
 
     thread = threading.Thread(target=pass_deadline)
@@ -99,12 +96,12 @@ def test_a_missing_worker_costs_one_deadline(rounds, joined, listens):
   # It gets the lists that it missed, one by one, and is not in them; it is
   # awaited as soon as it sends messages again.
   late = rounds.links[2]
-  assert late.exchange(bytes(frames.CHAIN))[2] == b''
+  assert late.gather(bytes(frames.CHAIN))[2] == b''
   while late.position.round < rounds.links[0].position.round:
     if listens:
-      late.exchange(b'')
+      late.gather(b'')
     else:
-      assert late.exchange(b'late')[2] == b''
+      assert late.gather(b'late')[2] == b''
   assert late.position == rounds.links[0].position
   rounds.round()
   rounds.round()
@@ -117,9 +114,9 @@ def test_a_worker_that_pauses_is_not_waited_for(rounds):
   for _ in range(3):
     rounds.round(rounds.links[:2])
   while away.position.round < rounds.links[0].position.round:
-    away.exchange(b'')
+    away.gather(b'')
   # The others do not wait for its first message, but for the next one.
-  rounds.each(lambda link: link.exchange(bytes(frames.CHAIN)))
+  rounds.each(lambda link: link.gather(bytes(frames.CHAIN)))
   rounds.round()
   # If all pause, the first one that is back begins without the others.
   rounds.each(lambda link: link.pause())
@@ -133,7 +130,7 @@ def test_lists_are_kept_for_some_rounds():
     for _ in range(9):
       r.round(r.links[:1])
     with pytest.raises(Behind):
-      r.links[1].exchange(b'x')
+      r.links[1].gather(b'x')
 
 
 def test_another_configuration_is_refused(joined):
@@ -142,8 +139,8 @@ def test_another_configuration_is_refused(joined):
 
   def hello(rank):
     pass_when(joined, lambda members: len(members) == rank, 0)
-    text = json.dumps({'compressor': f'k={8 + rank}'})
-    links[rank].hello(text.encode(), b'x' * 16)
+    text = frames.described(3, {'compressor': f'k={8 + rank}'})
+    links[rank].hello(text, b'x' * 16)
 
   welcome, error, _ = at_once(
     lambda call: call(),
@@ -153,8 +150,13 @@ def test_another_configuration_is_refused(joined):
       lambda: pass_when(joined, lambda members: len(members) == 2, 301),
     ],
   )
-  assert welcome is None and 'different are compressor' in str(error)
-  assert 'k=9 here, k=8 in' in str(error)
+  assert welcome is None and 'must run what the others run' in str(error)
+  lines = str(error).splitlines()
+  assert lines[1:4] == [
+    '  compressor: k=9',
+    'where the run has',
+    '  compressor: k=8',
+  ]
   for link in links:
     link.close()
 
@@ -204,7 +206,7 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   for one in (*sockets, *half_open):
     one.close()
   rounds.round()
-  assert joined.relay.round == rounds.links[0].position.round
+  assert joined.relay.rounds.round == rounds.links[0].position.round
   assert any('refused' in r.message for r in caplog.records)
 
 
@@ -225,14 +227,14 @@ def test_messages_of_another_round_or_size(rounds, joined):
   rounds.round()
   other.close()
   sizes = {0: 10, 1: 11, 2: 10}
-  found = rounds.each(lambda x: x.exchange(b'x' * sizes[x._rank]))
+  found = rounds.each(lambda x: x.gather(b'x' * sizes[x._rank]))
   assert found == [[b'x' * 10, b'', b'x' * 10]] * 3
 
 
 def test_two_programs_of_one_rank(joined, rounds):
   twin = Link(joined.address, 0, None)
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    hello = pool.submit(twin.hello, b'{}', b'')
+    hello = pool.submit(twin.hello, rounds.text, b'')
     while not hello.done():
       joined.clock.now += 0.1
       rounds.round()
@@ -241,7 +243,7 @@ def test_two_programs_of_one_rank(joined, rounds):
   twin.open, twin._largest = 0, 1
   twin.position = rounds.links[0].position
   with pytest.raises(RuntimeError, match='Another program'):
-    twin.exchange(b'x')
+    twin.gather(b'x')
   twin.close()
   rounds.round()
 
@@ -275,7 +277,10 @@ def test_keys(tmp_path):
     ]
     assert connected == [False, True, False]
     intruders[1]._socket.send_multipart(
-      [Header(frames.HELLO, 1, program=b'12345678').pack(), b'{}']
+      [
+        Header(frames.HELLO, 1, program=b'12345678').pack(),
+        frames.described(2, {}),
+      ]
     )
     with Links(joined, 2, links) as rounds:
       for _ in range(5):
@@ -293,30 +298,11 @@ def test_a_bad_address_or_rank():
     remote('127.0.0.1:7077', rank=0, count=2)
 
 
-def test_the_command(tmp_path):
-  """It prints where it listens, and ends at SIGTERM."""
-  run = [sys.executable, '-m', 'demo_optax.remote']
-  keys = subprocess.run(
-    [*run, 'keys', str(tmp_path), '--workers', '2'],
-    check=True,
-    text=True,
-    capture_output=True,
-    timeout=60,
-  )
-  names = [pathlib.Path(name).name for name in keys.stdout.split()]
+def test_the_command_for_keys(tmp_path, capsys):
+  command.write_keys([str(tmp_path), '--workers', '2'])
+  names = [pathlib.Path(x).name for x in capsys.readouterr().out.split()]
   of_workers = ['worker-0.key', 'worker-1.key']
   assert names == ['relay.key', *of_workers, 'follower.key']
-  with subprocess.Popen(
-    [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
-  ) as process:
-    assert process.stdout.readline().startswith(
-      'relay for 2 workers on tcp://127.0.0.1:'
-    )
-    assert process.stdout.readline() == (
-      'no keys: this machine alone can reach it\n'
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize(
@@ -372,8 +358,10 @@ def test_a_run_begins_with_the_newest_state():
   with Joined(3) as joined:
     rounds = Links(joined, 3)
     digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
-    rounds.each(lambda x: x.hello(b'{}', digests[x._rank], steps[x._rank]))
-    behind, *lists = rounds.each(lambda link: link.exchange(b'x'))
+    rounds.each(
+      lambda x: x.hello(rounds.text, digests[x._rank], steps[x._rank])
+    )
+    behind, *lists = rounds.each(lambda link: link.gather(b'x'))
     assert isinstance(behind, Behind) and lists == [[b'', b'x', b'x']] * 2
     rounds.__exit__()
 
@@ -391,24 +379,24 @@ def test_a_longer_run_that_comes_back(rounds, joined):
 
   at_once(
     lambda call: call(),
-    [lambda: new.hello(b'{}', b'another state'), lambda: start_passes(1)],
+    [lambda: new.hello(rounds.text, b'another state'), lambda: start_passes(1)],
   )
-  new.exchange(bytes(frames.CHAIN))
+  new.gather(bytes(frames.CHAIN))
   # Without the one that was refused, sooner than it would have to join.
   *lists, _ = at_once(
     lambda call: call(),
     [
       *(
-        functools.partial(link.exchange, bytes(frames.CHAIN))
+        functools.partial(link.gather, bytes(frames.CHAIN))
         for link in rounds.links[1:]
       ),
       lambda: start_passes(2),
     ],
   )
   assert [len(found) for found in lists] == [3, 3]
-  assert joined.relay.round == 4
+  assert joined.relay.rounds.round == 4
   with pytest.raises(Behind):
-    new.exchange(bytes(frames.CHAIN))
+    new.gather(bytes(frames.CHAIN))
   new.close()
 
 
@@ -423,9 +411,10 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
   until = time.monotonic() + 20
   while thread.is_alive() and time.monotonic() < until:
     rounds.round(rounds.links[:2])
-    if source.position.wants_state and damaged:
+    is_wanted = source.position.then == frames.SEND
+    if is_wanted and damaged:
       source._push(damaged.pop(), source._header(frames.PUSH))
-    elif source.position.wants_state:
+    elif is_wanted:
       source.send_state(b'state')
     time.sleep(0.02)
   assert found == [b'state'] and not damaged
@@ -434,20 +423,21 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
 def test_limits(joined):
   rank, large = (Link(joined.address, rank, None) for rank in (3, 0))
   with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
-    rank.hello(b'{}', b'')
+    rank.hello(frames.described(3, {}), b'')
   with pytest.raises(
-    RuntimeError, match='count must be that of the relay, 3, got 4 from'
+    RuntimeError,
+    match='count must be that of the relay, workers: 3, got workers: 4',
   ):
-    large.hello(b'{"workers": "4"}', b'')
+    large.hello(frames.described(4, {}), b'')
   at_once(
     lambda call: call(),
     [
-      lambda: large.hello(b'{"workers": "3"}', b''),
+      lambda: large.hello(frames.described(3, {}), b''),
       lambda: pass_when(joined, lambda members: members, 301),
     ],
   )
   with pytest.raises(ValueError, match='larger --max-message'):
-    large.exchange(bytes((1 << 20) + 1))
+    large.gather(bytes((1 << 20) + 1))
   for link in (rank, large):
     link.close()
 
@@ -461,11 +451,11 @@ def test_a_run_that_all_have_left(joined):
   with Links(joined, 3) as rounds:
     for link in rounds.links:
       link.position = Position(chain=b'x' * frames.CHAIN)
-    found = rounds.each(lambda link: link.exchange(b'x'))
+    found = rounds.each(lambda link: link.gather(b'x'))
     assert all(isinstance(error, Behind) for error in found)
 
     def minutes():
-      while joined.relay._rounds._members:
+      while joined.relay.rounds._members:
         joined.clock.now += 20
         time.sleep(0.15)  # they ask in between
 

@@ -1,9 +1,8 @@
 """The rounds of a relay without connections, by a clock that the test moves."""
 
-import json
 import os
 import random
-import shutil
+import tempfile
 
 import pytest
 from test_bits import Clock
@@ -16,12 +15,13 @@ NAMES = """HELLO MESSAGE LISTEN PUSH PULL PAUSE
 KINDS = {getattr(frames, name): name for name in NAMES.split()}
 TRAIN, EVALUATE = (frames.tag('', b'', changes) for changes in (True, False))
 WORKERS = 3
+TEXT = frames.described(WORKERS, {})
 
 
 class Worker:
   """What a worker knows, and the kinds of answers that it has received."""
 
-  def __init__(self, desk, rank, text=b'{}'):
+  def __init__(self, desk, rank, text=TEXT):
     self.desk, self.rank, self.text = desk, rank, text
     self.program = os.urandom(8)
     self.round, self.chain = 0, frames.digest(b'state')
@@ -48,10 +48,8 @@ class Worker:
   def receive(self, header, bodies):
     self.answers.append(KINDS[header.kind])
     if header.kind == frames.LIST and header.round == self.round:
-      rest = iter(bodies[1:])
-      messages = [next(rest) if here else b'' for here in bodies[0]]
       self.round += 1
-      self.chain = frames.digest(self.chain, *messages)
+      self.chain = frames.digest(self.chain, *bodies)
     if header.kind == frames.PULL:
       self.pulled = header, bodies
 
@@ -59,12 +57,14 @@ class Worker:
 class Desk:
   """Rounds, and three workers: the first one is looked at."""
 
-  def __init__(self, folder, **options):
+  made = []
+
+  def __init__(self, **options):
+    self.made.append(self)
     self.clock = Clock()
     self.rounds = rounds.Rounds(
       rounds.Options(WORKERS, **{'deadline': 2, 'start': 300} | options),
       self._deliver,
-      folder,
       self.clock,
     )
     self.workers = [Worker(self, rank) for rank in range(WORKERS)]
@@ -93,13 +93,20 @@ class Desk:
     member = self.rounds._members.get(0)
     if member is None:
       return 'unknown'
-    if self.rounds._text is None:
+    if not self.rounds._text:
       return 'waiting'
     if member.body:
       return 'sent'
     if member.joins:
       return 'joining'
     return 'awaited' if member.awaited else 'idle'
+
+
+@pytest.fixture(autouse=True)
+def close_files():
+  yield
+  while Desk.made:
+    Desk.made.pop().rounds.forget()
 
 
 # How the first worker gets there.
@@ -153,7 +160,7 @@ def hello_of_another_program(desk):
 
 
 def hello_for_other_workers(desk):
-  desk.one.text = json.dumps({'workers': '4'}).encode()
+  desk.one.text = frames.described(4, {})
   desk.one.hello()
 
 
@@ -164,7 +171,7 @@ def hello_with_another_configuration(desk):
     worker.hello()
   desk.wait(301)
   desk.one.answers.clear()
-  desk.one.text = b'{"k": "8"}'
+  desk.one.text = frames.described(WORKERS, {'k': '8'})
   desk.one.hello()
 
 
@@ -181,7 +188,7 @@ def begins_from_more_steps(desk):
 
 def most_exchange_something_else(desk):
   for worker in desk.others:
-    worker.text = b'{"k": "8"}'
+    worker.text = frames.described(WORKERS, {'k': '8'})
     worker.hello()
 
 
@@ -194,7 +201,7 @@ def pull_of_a_state(desk):
   source.follow()
   source.send(frames.PUSH, b'state')
   desk.one.answers.clear()
-  desk.one.send(frames.PULL, round=0)
+  desk.one.send(frames.PULL, b'')
   header, (part,) = desk.one.pulled
   assert part == b'state'
   desk.one.round, desk.one.chain = header.round, header.chain
@@ -218,7 +225,7 @@ def all_others_have_left(desk):
     desk.wait(30)
     desk.one.answers.clear()
     if desk.place() == 'joining':
-      desk.one.send(frames.PULL)
+      desk.one.send(frames.PULL, b'')
 
 
 def message(desk):
@@ -240,8 +247,8 @@ def deadline_passes(desk):
   desk.wait(3)
 
 
-def sending(kind, **fields):
-  return lambda desk: desk.one.send(kind, **fields)
+def sending(kind, *bodies, **fields):
+  return lambda desk: desk.one.send(kind, *bodies, **fields)
 
 
 def both(*events):
@@ -273,8 +280,8 @@ EVENTS = {
   ),
   'MESSAGE from that state': message_from_that_state,
   'PAUSE': sending(frames.PAUSE),
-  'PULL': sending(frames.PULL, chain=b''),
-  'PULL without a state': sending(frames.PULL),
+  'PULL': sending(frames.PULL, b'', chain=b''),
+  'PULL without a state': sending(frames.PULL, b''),
   'PULL of a state': pull_of_a_state,
   'the deadline passes': deadline_passes,
   'all have sent': messages_of(TRAIN),
@@ -297,9 +304,9 @@ def table():
 
 
 @pytest.mark.parametrize('row', list(table()), ids=' | '.join)
-def test_the_table(tmp_path, row):
+def test_the_table(row):
   before, event, answer, after = row
-  desk = Desk(tmp_path)
+  desk = Desk()
   globals()[before](desk)
   assert desk.place() == before
   desk.one.answers.clear()
@@ -313,9 +320,9 @@ def test_the_table_has_all_events():
 
 
 @pytest.mark.parametrize('old_lives', (True, False))
-def test_a_worker_that_is_started_again_at_once(tmp_path, old_lives):
+def test_a_worker_that_is_started_again_at_once(old_lives):
   """Its new program gets in when the old one is silent, or else is refused."""
-  desk = Desk(tmp_path)
+  desk = Desk()
   awaited(desk)
   new = Worker(desk, 0)
   desk.workers.append(new)
@@ -331,9 +338,9 @@ def test_a_worker_that_is_started_again_at_once(tmp_path, old_lives):
   assert desk.one.answers[-1] == ('WELCOME' if old_lives else 'REFUSED')
 
 
-def test_any_number_of_later_joins(tmp_path):
+def test_any_number_of_later_joins():
   """A state is handed out while lists lead from it, and then another one."""
-  desk = Desk(tmp_path, history=4)
+  desk = Desk(history=4)
   awaited(desk)
   source = desk.others[0]
   for number in range(3):
@@ -341,14 +348,14 @@ def test_any_number_of_later_joins(tmp_path):
     desk.one.chain = b'x' * frames.CHAIN
     desk.one.send(frames.LISTEN)
     for _ in range(3):
-      desk.one.send(frames.PULL, round=0)
+      desk.one.send(frames.PULL, b'')
       assert not desk.one.pulled[1], 'the state of an earlier join'
     desk.round_of(desk.others)
     source.follow()
     source.send(frames.PUSH, b'state %d' % number)
     for _ in range(9):  # more than are kept, but for one that joins
       desk.round_of(desk.others)
-    desk.one.send(frames.PULL, round=0)
+    desk.one.send(frames.PULL, b'')
     header, (part,) = desk.one.pulled
     assert part == b'state %d' % number
     desk.one.round, desk.one.chain = header.round, header.chain
@@ -358,81 +365,53 @@ def test_any_number_of_later_joins(tmp_path):
       desk.round_of(desk.others)
 
 
-def test_a_state_that_is_too_old_for_one(tmp_path):
-  """It can only follow from a later round, and another state is asked for."""
-  desk = Desk(tmp_path)
+def test_a_state_that_does_not_help():
+  """It is dropped, and another one is asked for, which stays."""
+  desk = Desk()
   joining(desk)
   source = desk.others[0]
   source.follow()
   source.send(frames.PUSH, b'early')
-  at = desk.rounds.round + 1
-  desk.round_of(desk.others)
-  desk.one.send(frames.PULL, round=at)
+  desk.one.send(frames.PULL, b'')
+  header, (part,) = desk.one.pulled
+  assert part == b'early'
+  desk.one.send(frames.PULL, header.chain)
   assert not desk.one.pulled[1]
+  desk.round_of(desk.others)
   source.follow()
   source.send(frames.PUSH, b'later')
-  desk.one.send(frames.PULL, round=at)
-  assert desk.one.pulled[1] == (b'later',)
+  for _ in range(2):
+    desk.one.send(frames.PULL, header.chain)
+    assert desk.one.pulled[1] == (b'later',)
 
 
-def full(path):
-  """Makes a file to which nothing can be written."""
-  path.symlink_to('/dev/full')
-
-
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(monkeypatch):
   """Lists and states are not kept; rounds go on, and joins when there is room."""
-  desk = Desk(tmp_path)
+  desk = Desk()
   joining(desk)
-  full(tmp_path / 'state')
-  source = desk.others[0]
-  for _ in range(3):
-    desk.round_of(desk.others)
-    source.follow()
-    source.answers.clear()
-    source.send(frames.PUSH, b'state')
-    assert source.answers == ['PUSH']  # by the same number: it was not taken
-    desk.one.send(frames.PULL, round=0)
-    assert not desk.one.pulled[1]
-    full(tmp_path / 'state')
-  (tmp_path / 'state').unlink()
-  desk.round_of(desk.others)
+  with monkeypatch.context() as full:
+    full.setattr(tempfile, 'TemporaryFile', lambda: open('/dev/full', 'r+b'))  # noqa: SIM115
+    source = desk.others[0]
+    for _ in range(3):
+      desk.round_of([source])
+      source.answers.clear()
+      source.send(frames.PUSH, b'state')
+      assert source.answers == ['PUSH']  # by the same number: it was not taken
+      desk.one.send(frames.PULL, b'')
+      assert not desk.one.pulled[1]
+    late = desk.others[1]
+    late.send(frames.LISTEN)
+    assert late.answers[-1] == 'GONE'
+  desk.round_of([source])
   source.follow()
   source.send(frames.PUSH, b'state')
-  desk.one.send(frames.PULL, round=0)
+  desk.one.send(frames.PULL, b'')
   assert desk.one.pulled[1] == (b'state',)
-  full(tmp_path / str(desk.rounds.round))
-  desk.one.round = desk.rounds.round
-  late, early = desk.others
-  late.follow()
-  desk.round_of([early])
-  late.send(frames.LISTEN)
-  assert late.answers[-1] == 'GONE'
-  desk.round_of([early])
-
-
-def test_files_that_somebody_removes(tmp_path):
-  """As services do that clean temporary folders."""
-  folder = tmp_path / 'relay'
-  folder.mkdir()
-  desk = Desk(folder)
-  joining(desk)
-  pull_of_a_state(desk)
-  shutil.rmtree(folder)
-  desk.one.send(frames.PULL, round=0)
-  assert not desk.one.pulled[1]
-  late, early = desk.others
-  late.follow()
-  for _ in range(3):
-    desk.round_of([early])
-  late.send(frames.LISTEN)
-  assert late.answers[-1] == 'GONE'
-  desk.rounds.forget()
 
 
 @pytest.mark.parametrize('number', [0, 1, 98, 99, 100, 199, 2**40])
-def test_a_relay_is_restarted_in_any_round(tmp_path, number):
-  desk = Desk(tmp_path, deadline=None)
+def test_a_relay_is_restarted_in_any_round(number):
+  desk = Desk(deadline=None)
   for worker in desk.workers:
     worker.round = number
     worker.hello()
@@ -441,13 +420,13 @@ def test_a_relay_is_restarted_in_any_round(tmp_path, number):
   assert desk.rounds.round == number + 3
 
 
-def test_what_a_member_says(tmp_path):
+def test_what_a_member_says():
   """Nothing that fits a header ends the relay, and other workers begin again."""
   numbers = [0, 1, -1, 2**47, 2**48, 2**62, 2**63 - 1, -(2**63)]
-  bodies = [b'', b'{}', b'[]', b'\xff', b'[' * 10_000, TRAIN, EVALUATE, b'x']
+  bodies = [b'', TEXT, b'[]', b'\xff', b'[' * 10_000, TRAIN, EVALUATE, b'x']
   rng = random.Random(0)
   for _ in range(20):
-    desk = Desk(tmp_path, history=3)
+    desk = Desk(history=3)
     awaited(desk)
     for number in range(1000):
       worker = desk.workers[rng.choice([0, 0, 0, 1])]
@@ -473,15 +452,15 @@ def test_what_a_member_says(tmp_path):
     assert desk.rounds.round == 1
 
 
-def test_wrong_workers_that_come_first(tmp_path):
+def test_wrong_workers_that_come_first():
   """Of another count, with another text: those that are right get in."""
-  desk = Desk(tmp_path)
-  for text in (b'no json', b'[]', json.dumps({'workers': '4'}).encode()):
+  desk = Desk()
+  for text in (b'no json', b'[]', frames.described(4, {})):
     desk.one.text = text
     desk.one.hello()
     assert desk.one.answers == ['REFUSED']
     desk.one.answers.clear()
-  desk.one.text = b'{"k": "9"}'
+  desk.one.text = frames.described(WORKERS, {'k': '9'})
   desk.one.hello()
   for worker in desk.others:
     worker.hello()
@@ -492,18 +471,29 @@ def test_wrong_workers_that_come_first(tmp_path):
   assert right.answers == desk.others[0].answers == ['WELCOME']
 
 
-def test_lines_in_the_log(tmp_path, caplog):
+@pytest.mark.parametrize('most', [0, 1, 2])
+def test_most_states_of_equal_steps_win(most):
+  """Whatever their ranks; and most steps win over most workers."""
+  desk = Desk()
+  for worker in desk.workers:
+    worker.chain = b'xy'[worker.rank == most :][:1] * frames.CHAIN
+    worker.hello()
+  places = [desk.rounds._members[rank].awaited for rank in range(WORKERS)]
+  assert places == [rank != most for rank in range(WORKERS)]
+
+
+def test_lines_in_the_log(caplog):
   """Workers cause any number of them, and a minute has few."""
   caplog.set_level('INFO')
-  desk = Desk(tmp_path)
+  desk = Desk()
   awaited(desk)
   stranger = Worker(desk, 1)
   for number in range(2000):
     desk.one.send(frames.LISTEN, chain=os.urandom(frames.CHAIN))
-    desk.one.send(frames.HELLO, b'{"k": "%d"}' % number)
+    desk.one.send(frames.HELLO, frames.described(WORKERS, {'k': str(number)}))
     desk.one.send(frames.HELLO, b'x' * 5000)
     desk.one.send(frames.LISTEN, *[b''] * 2)
-    desk.one.send(frames.HELLO, b'{}', program=os.urandom(8))
+    desk.one.send(frames.HELLO, TEXT, program=os.urandom(8))
     stranger.send(99, rank=2 + number)
     stranger.send(frames.LISTEN)
     desk.clock.now += 3 * (number % 10 == 0)

@@ -110,7 +110,7 @@ def test_an_early_message_travels_beside_the_next_program():
   w, x = jnp.ones(7), jnp.full(7, 2.0)
   plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), donated=[0, 1])
   plan._parts = [
-    part._replace(program=noted(number, part.program))
+    part._replace(run=noted(number, part.run))
     for number, part in enumerate(plan._parts)
   ]
   found, other, _ = plan.run([w, x], exchange)

@@ -83,6 +83,17 @@ def test_arrays_only_at_the_bottom():
       assert 'import optax' not in text and 'all_gather' not in text
 
 
+def test_one_place_asks_for_a_relay():
+  """Others ask what a kind of workers can do."""
+  asking = []
+  for path in PACKAGE.rglob('*.py'):
+    name = path.relative_to(PACKAGE).as_posix()
+    if name.split('/')[0] not in ('remote', 'workers'):
+      found = re.findall(r"\.relay\b|'remote'[^,]", path.read_text())
+      asking += [name] * len(found)
+  assert asking == ['step/data_parallel.py']
+
+
 def test_import_is_light():
   """Of what only some need, nothing; no computation before distributed."""
   code = (

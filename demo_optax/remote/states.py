@@ -1,0 +1,158 @@
+"""The state that workers share, as bytes, and which workers agree on it."""
+
+import contextlib
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from demo_optax.numerics import packing, prng
+from demo_optax.remote import frames
+
+# Workers on unlike hardware may differ in the last bits. They are made equal
+# again where a number differs by more than this share of the largest one.
+_TOLERANCE = 1e-3
+_SAMPLE = 64  # numbers of an array that are compared
+
+# Bytes of arrays --------------------------------------------------------------
+
+
+def data(x: Any) -> Any:
+  """Returns the words of random keys, and other arrays as they are."""
+  return jax.random.key_data(x) if prng.is_key_array(x) else x
+
+
+def whole(x: Any) -> Any:
+  """Returns an array that is on the devices of all processes as a whole."""
+  x = data(x)
+  if isinstance(x, jax.Array) and not (
+    x.is_fully_addressable or x.is_fully_replicated
+  ):
+    return multihost_utils.process_allgather(x, tiled=True)
+  return x
+
+
+def to_bytes(arrays: Sequence[Any]) -> bytes:
+  """Returns the bytes of arrays, one after the other."""
+  on_host = jax.device_get([whole(x) for x in arrays])
+  return b''.join(np.asarray(x).tobytes() for x in on_host)
+
+
+def num_bytes(types: Sequence[Any]) -> int:
+  """Returns the length of `to_bytes`."""
+  return sum(t.size * t.dtype.itemsize for t in types)
+
+
+def from_bytes(
+  found: bytes | memoryview, types: Sequence[Any]
+) -> Iterator[np.ndarray]:
+  """Reads arrays of these shapes and dtypes, one after the other."""
+  start = 0
+  for t in types:
+    yield np.frombuffer(found, t.dtype, t.size, start).reshape(t.shape)
+    start += num_bytes([t])
+
+
+# Comparisons ------------------------------------------------------------------
+
+
+def steps_in(arrays: Sequence[Any]) -> int:
+  """Returns the largest count of steps in a state."""
+  counts = [x for x in arrays if x.dtype == np.int32 and not x.ndim]
+  return max([int(whole(x)) for x in counts], default=0)
+
+
+def digest(arrays: Sequence[Any]) -> bytes:
+  """Returns a digest of arrays, the same however they are sharded."""
+  return sketch(arrays)[frames.CHAIN : 2 * frames.CHAIN]
+
+
+def sketch(arrays: Sequence[Any]) -> bytes:
+  """Returns the hardware, a digest of arrays, and numbers from all of them."""
+  digests, samples = _sketched(list(arrays))
+  return hardware() + frames.digest(to_bytes([digests])) + to_bytes([samples])
+
+
+@functools.cache
+def hardware() -> bytes:
+  """Returns a digest of what the last bits of results depend on."""
+  device = jax.devices()[0]
+  flags = os.environ.get('XLA_FLAGS', '')
+  names = {device.device_kind, device.client.platform_version, flags}
+  # JAX compiles for the instructions of each processor. Processes of one worker
+  # must say the same.
+  if device.platform == 'cpu' and jax.process_count() == 1:
+    names.add(f'{os.cpu_count()} cores')
+    with contextlib.suppress(OSError):
+      lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+      names.update(x for x in lines if x.startswith(('model name', 'flags')))
+  return frames.digest(*map(str.encode, sorted(names)))
+
+
+@jax.jit
+def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  digests, samples = [], []
+  for x in map(data, arrays):
+    start = np.zeros(x.ndim, np.uint32)
+    digests.append(packing.digest_block(x, start, x.shape))
+    samples.append(_samples(x))
+  return jnp.array(digests), jnp.array(samples)
+
+
+def _samples(x: jax.Array) -> jax.Array:
+  """Returns f32[2 + samples]: a scale, the largest number, and some numbers."""
+  is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
+  if jnp.iscomplexobj(x):
+    x = jnp.stack([x.real, x.imag])
+  numbers = jnp.ravel(x).astype(jnp.float32)
+  sizes = jnp.abs(numbers)
+  largest = jnp.max(sizes, initial=0)  # NaN if one is
+  is_compared = jnp.isfinite(sizes) & is_rounded  # of integers all bits count
+  scale = jnp.max(sizes, initial=0, where=is_compared)
+  stride = max(1, numbers.size // _SAMPLE)
+  some = numbers[::stride][:_SAMPLE]
+  some = jnp.pad(some, (0, _SAMPLE - some.size))
+  return jnp.concatenate([jnp.stack([scale, largest]), some])
+
+
+def majority(sketches: Mapping[int, bytes]) -> list[int]:
+  """Returns the ranks whose arrays agree, if they are more than half.
+
+  On hardware of one kind arrays agree to the bit, else within a tolerance.
+  """
+  equal: dict[bytes, list[int]] = {}  # ranks, by what they sent
+  for rank, sent in sketches.items():
+    equal.setdefault(sent, []).append(rank)
+  by_size = sorted(equal, key=lambda sent: -len(equal[sent]))
+  largest: list[int] = []
+  for center in equal:
+    # The center, and of other hardware the largest group that is close to it.
+    agreeing: dict[bytes, list[int]] = {}
+    for sent in (center, *by_size):
+      if _are_close(center, sent):
+        agreeing.setdefault(sent[: frames.CHAIN], equal[sent])
+    ranks = sorted(itertools.chain(*agreeing.values()))
+    largest = max(largest, ranks, key=len)
+  return largest if 2 * len(largest) > len(sketches) else []
+
+
+def _are_close(one: bytes, other: bytes) -> bool:
+  """Returns whether samples are equal, but for rounding. NaN never is."""
+  a, b = _samples_of(one), _samples_of(other)
+  scale = np.maximum(a[:, :1], b[:, :1])
+  with np.errstate(invalid='ignore', over='ignore'):  # of infinite numbers
+    is_close = np.abs(a - b) <= _TOLERANCE * scale
+  return bool(np.all((a == b) | is_close))
+
+
+def _samples_of(sent: bytes) -> np.ndarray:
+  """Returns the samples in a sketch, f32[arrays, 2 + samples]."""
+  numbers = np.frombuffer(sent, np.float32, offset=2 * frames.CHAIN)
+  return numbers.reshape(-1, 2 + _SAMPLE)
