@@ -90,8 +90,14 @@ if __name__ == '__main__':
   print(', '.join(f'{name} {version}' for name, version in versions.items()))
   print(f'| {" | ".join(COLUMNS)} |\n{"|---" * len(COLUMNS)}|')
   for target in options.targets:
+    # A model to train is there for the small tree.
+    names = options.only or [
+      program.name
+      for program in programs.PROGRAMS[target]
+      if options.tree == 'small' or not program.train
+    ]
     with tempfile.TemporaryDirectory() as out:
-      results = programs.run(target, out, options.tree, options.only)
+      results = programs.run(target, out, options.tree, names)
     print(*map(line_of, results), sep='\n', flush=True)
     recorded = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for found in results:

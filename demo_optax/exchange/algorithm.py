@@ -219,12 +219,13 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, selections in zip(packer.read, received):
+  for bucket, selections, unused in zip(packer.read, received, chunks):
     update, count = arithmetic.merge(
       bucket,
       selections,
       config.average,
       hyper.step,
+      unused,
     )
     merged.append(update)
     distinct.append(count)

@@ -83,12 +83,16 @@ def subtract(
 
 
 def merge(
-  bucket: Bucket, received: Received, average: topk.Average, step: jax.Array
+  bucket: Bucket,
+  received: Received,
+  average: topk.Average,
+  step: jax.Array,
+  unused: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and how many different coefficients were
-  sent, float32 `[]`.
+  sent, float32 `[]`. Pieces may be written over `unused`: zeros cost a pass.
   """
   n, k = bucket.format.n, bucket.format.k
   if bucket.format.shared and k < n:
@@ -120,10 +124,10 @@ def merge(
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
   zero = plain.where(count < 0, jnp.ones_like(zero), zero)
-  carry = (
-    jnp.broadcast_to(zero, (bucket.rows, n)),
-    jnp.zeros_like(received.values, jnp.float32, shape=()),
-  )
+  updates = jnp.broadcast_to(zero, (bucket.rows, n))
+  if unused.shape == updates.shape:
+    updates = plain.overwritten(unused, updates)
+  carry = updates, jnp.zeros_like(received.values, jnp.float32, shape=())
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
   padding = (bucket.rows - bucket.num_chunks) * k

@@ -75,6 +75,24 @@ mlir.register_lowering(_put_p, mlir.lower_fun(_update, multiple_results=False))
 batching.primitive_batchers[_put_p] = _put_batched
 
 
+def overwritten(x: Array, zeros: Array) -> Array:
+  """Returns an array like `zeros` that will be written over: `x` if it can.
+
+  A mapped `x` would be an array for every worker.
+  """
+  return _overwritten_p.bind(x, zeros)
+
+
+_overwritten_p = core.Primitive('demo_optax_overwritten')
+_overwritten_p.def_impl(lambda x, zeros: x)
+_overwritten_p.def_abstract_eval(lambda x, zeros: zeros)
+mlir.register_lowering(_overwritten_p, lambda context, x, zeros: [x])
+batching.primitive_batchers[_overwritten_p] = lambda arrays, dims: (
+  arrays[1],
+  dims[1],
+)
+
+
 def unknown(
   numbers: Sequence[int], step: chex.Numeric
 ) -> Sequence[chex.Numeric]:
@@ -94,3 +112,12 @@ def unknown(
     lambda x, y: list(map(jax.lax.add, x, y)),
     (0,),
   )
+
+
+def joined(arrays: Sequence[Array]) -> list[Array]:
+  """Returns arrays; on GPUs, such that XLA joins kernels that read them."""
+  if not platform.joins_kernels():
+    return list(arrays)
+  # Not one element: XLA looks for a common operand that is no scalar.
+  yes = jax.lax.optimization_barrier(jnp.ones(2, bool))[0]
+  return [where(yes, x, jnp.zeros_like(x)) for x in arrays]

@@ -185,6 +185,15 @@ def joins_products(elements: int) -> bool:
   return of() == 'gpu' and elements < 2**23
 
 
+def joins_kernels() -> bool:
+  """Returns whether arrays are made to depend on one array.
+
+  XLA:GPU then joins kernels that write arrays of one size. A launch takes as
+  long as writing some megabytes.
+  """
+  return of() == 'gpu'
+
+
 def reduce_in_two_stages() -> bool:
   """Returns whether a long reduction is written as two.
 

@@ -17,6 +17,7 @@ from demo_optax import _checks, _tree
 from demo_optax._paths import Keys, Path, path_keys
 from demo_optax._per_worker import stays_finite
 from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
+from demo_optax.numerics import plain, platform
 from demo_optax.recipes.matrices import DimensionNumbersTree, matrices
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
@@ -58,7 +59,7 @@ def scale_to_unit_rms(
   ) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""
     dtype = _tree.momentum_dtype((), leaves[0])
-    wide = [leaf.astype(dtype) for leaf in leaves]
+    wide = plain.joined([leaf.astype(dtype) for leaf in leaves])
     rows = []
     for leaf in wide:
       # [..., 1, ...]
@@ -253,17 +254,15 @@ def _update_matrices(
   # Both corrected for a momentum that starts at zero.
   of_momentum = beta / (1 - beta ** (count + 1))
   of_gradient = weight / (1 - beta**count)
-  new, ahead, rows, orders = [], [], [], []
+  gradients = plain.joined(gradients)
+  rows, orders = [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
-  for i, (g, m, d) in enumerate(zip(gradients, momenta, dimensions)):
+  for i, (g, d) in enumerate(zip(gradients, dimensions)):
     short, long = sorted(d, key=lambda side: _size(g, side))
     batch = [a for a in range(g.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    new.append(beta * m.astype(g.dtype) + weight * g)
-    x = of_momentum * new[i] + of_gradient * g
     shape = -1, _size(g, short), _size(g, long)
-    ahead.append(x.transpose(orders[i]).reshape(shape))
     squares = jnp.sum(jnp.square(g), long, keepdims=True)
     rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
     kind = shape, g.dtype
@@ -278,6 +277,14 @@ def _update_matrices(
     # No sum in the Gramian of `ahead` is larger.
     good &= jnp.isfinite(4 * of_rows.shape[1] * energies[-1]).all()
 
+  new, ahead = [], []
+  for g, m, row, order in zip(gradients, momenta, rows, orders):
+    old = m.astype(g.dtype)
+    # Not changed by a choice later: `ahead` would be made of both again.
+    new.append(jnp.where(good, beta * old + weight * g, old))
+    x = of_momentum * new[-1] + of_gradient * g
+    ahead.append(x.transpose(order).reshape(*row.shape, -1))
+
   found: list[Any] = [None] * len(gradients)
   for members, energy in zip(stacks.values(), energies):
     stack = jnp.concatenate([ahead[i] for i in members])
@@ -289,9 +296,7 @@ def _update_matrices(
     for i, part in zip(members, jnp.split(stack, ends[:-1])):
       in_order = [gradients[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(in_order).transpose(np.argsort(orders[i]))
-  momenta = [
-    jnp.where(good, x.astype(m.dtype), m) for x, m in zip(new, momenta)
-  ]
+  momenta = [x.astype(m.dtype) for x, m in zip(new, momenta)]
   return found, momenta, jnp.where(good, count, steps)
 
 
@@ -346,7 +351,8 @@ def chain(
     for exchange in _exchanges(state):
       # Before any link takes its state for one of these parameters.
       check_layout(exchange, like, compressor, workers)
-    updates, after = masked.update(updates, state, params, **extra)
+    with platform.running_on(platform.of(workers.mesh)):
+      updates, after = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
     frozen: set[Keys] = set()
@@ -368,6 +374,9 @@ def chain(
       return jnp.where(someone, update, jnp.zeros_like(update))
 
     updates = jax.tree_util.tree_map_with_path(settle, updates, like)
+    settled, treedef = jax.tree.flatten(updates)
+    with platform.running_on(platform.of(workers.mesh)):
+      updates = treedef.unflatten(plain.joined(settled))
     return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)

@@ -259,9 +259,12 @@ def test_what_was_compiled_is_as_recorded():
       run['program'],
     ).groups()
     select = ' with `GroupMax(32)`' if groups else ''
+    step = f'`{recipe}`{select}, {exchange}'
+    step += ', delayed' if late else ''
+    step += ', with the model' if train else ''
     cells = [
       f'{run["target"]}, {run["workers"]} x {inside or 1}',
-      f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}',
+      step,
       f'{run["planned"]:,}',
       f'{run.get("launches", run["operations"]):,}',
       f'{run["temporaries"]:.1f}x',

@@ -38,6 +38,9 @@ def accelerator(request):
     ('groups', 'vmap'),
     ('groups', 'checked'),
     ('owners', 'auto'),
+    ('demo', 'checked'),
+    ('demo_muon', 'explicit'),
+    ('demo_muon', 'checked'),
   ],
 )
 def test_maps_have_the_bits_of_the_simulation(name, how):
