@@ -198,8 +198,7 @@ def scale_by_demo(
     )
 
   def config_of(
-    layout: Layout,
-    weighted: bool = False,
+    layout: Layout, weighted: bool = False
   ) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     num_owners = None

@@ -87,9 +87,7 @@ def _compare(
 
 
 def _compare_chunks(
-  name: str,
-  saved: Value,
-  wanted: Value,
+  name: str, saved: Value, wanted: Value
 ) -> Iterator[tuple[str, str, str, str]]:
   """Yields the leaves whose chunks differ, by two layouts' records."""
   former, current = saved_records(saved), saved_records(wanted)

@@ -91,9 +91,7 @@ class ChunkFormat:
     return data, sent
 
   def decode(
-    self,
-    data: Array,
-    chunks: int,
+    self, data: Array, chunks: int
   ) -> tuple[Array | None, Array, Array]:
     """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
@@ -107,9 +105,7 @@ class ChunkFormat:
     return self._decode(data, chunks)
 
   def _decode(
-    self,
-    data: Array,
-    chunks: int,
+    self, data: Array, chunks: int
   ) -> tuple[Array | None, Array, Array]:
     """As `decode`, for words `[..., words]`."""
     split = self.value_code.words(chunks)

@@ -28,10 +28,7 @@ class IndexCode(Code):
 
 
 @functools.cache
-def cheapest(
-  n: int,
-  k: int,
-) -> IndexCode:
+def cheapest(n: int, k: int) -> IndexCode:
   """Returns the code that takes the fewest bits for `k < n` places.
 
   >>> cheapest(4096, 32)
@@ -143,10 +140,7 @@ def order_of(indices: Array) -> Array:
   return jax.lax.broadcast_to_rank(order, indices.ndim)
 
 
-def _ones_at(
-  places: Array,
-  size: int,
-) -> Array:
+def _ones_at(places: Array, size: int) -> Array:
   """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
   rows = places.reshape(-1, places.shape[-1])
   # [rows, size]; each place is written once, so in any order.
@@ -161,10 +155,7 @@ def _ones_at(
   return ones.reshape(*places.shape[:-1], size)
 
 
-def _places_of(
-  ones: Array,
-  k: int,
-) -> Array:
+def _places_of(ones: Array, k: int) -> Array:
   """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
   rows = ones.reshape(-1, ones.shape[-1])
   places = packing.places_of_ones(rows == 1, k)

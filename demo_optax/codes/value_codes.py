@@ -203,10 +203,7 @@ def _mean_magnitude(values: Array) -> Array:
   return x * np.float32(1 / k)
 
 
-def _scales(
-  scales: Array,
-  limit: int,
-) -> Array:
+def _scales(scales: Array, limit: int) -> Array:
   """Rounds to bfloat16, such that `limit` times the scale is finite."""
   return _round(jnp.minimum(scales, _largest_scale(limit)))
 

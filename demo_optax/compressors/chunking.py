@@ -175,10 +175,7 @@ def chunk_grid(
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(
-  x: Array,
-  grid: ChunkGrid,
-) -> Array:
+def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
@@ -326,10 +323,7 @@ def _matrix(
   return basis.matrix(length) if length > 1 else np.eye(1)
 
 
-def _apply(
-  x: Array,
-  matrix: np.ndarray,
-) -> Array:
+def _apply(x: Array, matrix: np.ndarray) -> Array:
   """Returns `x @ matrix` for `x [chunks, rows, length]`, in full precision."""
   if np.array_equal(matrix, np.eye(len(matrix))):
     return x

@@ -186,8 +186,7 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-  compressor: CompressorTree,
-  tree: chex.ArrayTree,
+  compressor: CompressorTree, tree: chex.ArrayTree
 ) -> list[Compressor | Frozen | None]:
   """Returns the compressor for each leaf in `tree`."""
 

@@ -477,8 +477,5 @@ def _metrics(
   }
 
 
-def _ratio(
-  a: Array,
-  b: Array,
-) -> Array:
+def _ratio(a: Array, b: Array) -> Array:
   return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)

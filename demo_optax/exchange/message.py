@@ -274,9 +274,7 @@ class Packer:
   # Unpacking ------------------------------------------------------------------
 
   def unpack(
-    self,
-    arrived: Message,
-    group: Group,
+    self, arrived: Message, group: Group
   ) -> tuple[list[Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}
@@ -309,9 +307,7 @@ class Packer:
     return in_order, Report(num_valid, energies)
 
   def _read_words(
-    self,
-    words: Array,
-    group: Group,
+    self, words: Array, group: Group
   ) -> tuple[dict[int, Received], Array, Array]:
     """Reads uint32 `[workers, words]`.
 

@@ -16,18 +16,12 @@ from demo_optax.numerics import plain, platform
 Tables = tuple[Array, Array]
 
 
-def num_places(
-  n: int,
-  k: int,
-) -> int:
+def num_places(n: int, k: int) -> int:
   """Returns how many places the largest group has."""
   return -(-n // k)
 
 
-def largest(
-  coefficients: Array,
-  k: int,
-) -> Array:
+def largest(coefficients: Array, k: int) -> Array:
   """Returns the place with the largest magnitude in each of `k` groups.
 
   Takes one maximum over integers. A key has the upper bits from a magnitude,
@@ -96,10 +90,7 @@ def add_up(
     own = all_places[worker]
     return _spread(own, values[worker], n), _spread(own, ones[worker], n)
 
-  def add(
-    worker: Array,
-    sums: Tables,
-  ) -> Tables:
+  def add(worker: Array, sums: Tables) -> Tables:
     return jax.tree.map(jnp.add, sums, tables(worker))
 
   workers = len(indices)
@@ -117,19 +108,13 @@ def _spread(
   return plain.where(hits, values[:, None], 0)
 
 
-def _table(
-  x: Array,
-  k: int,
-) -> Array:
+def _table(x: Array, k: int) -> Array:
   """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
   number = num_places(n, k)
   return plain.pad_to(x, number * k).reshape(rows, number, k)
 
 
-def _hits(
-  places: Array,
-  number: int,
-) -> Array:
+def _hits(places: Array, number: int) -> Array:
   """Returns where the places are in a bool table `[rows, number, k]`."""
   return places[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]

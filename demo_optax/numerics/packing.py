@@ -14,10 +14,7 @@ from demo_optax.numerics import plain
 _WORD = 32
 
 
-def packed_words(
-  count: int,
-  width: int,
-) -> int:
+def packed_words(count: int, width: int) -> int:
   """Returns the words that `count` numbers with `width` bits take."""
   return sum(-(-count * part // _WORD) for part in _parts(width))
 
@@ -79,19 +76,13 @@ def _parts(width: int) -> list[int]:
   return [power for power in powers if width & power]
 
 
-def _first_bits(
-  part: int,
-  ndim: int,
-) -> Array:
+def _first_bits(part: int, ndim: int) -> Array:
   """Returns where parts begin in a word, uint32 `[..., 32 / part, 1]`."""
   places = np.arange(0, _WORD, part, dtype=np.uint32)[:, None]
   return lax.broadcast_to_rank(places, ndim)
 
 
-def places_of_ones(
-  ones: Array,
-  k: int,
-) -> Array:
+def places_of_ones(ones: Array, k: int) -> Array:
   """Returns the places of the first `k` ones in rows, bool `[rows, size]`.
 
   Counts ones per 32 bits to find the word with the j-th one, then halves that
@@ -120,10 +111,7 @@ def places_of_ones(
   return plain.where(word < number, places, size)
 
 
-def take(
-  x: Array,
-  places: Array,
-) -> Array:
+def take(x: Array, places: Array) -> Array:
   """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.

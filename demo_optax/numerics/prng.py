@@ -21,10 +21,7 @@ def is_legacy_key(x: object) -> bool:
   return dtype == np.uint32 and shape == (2,)
 
 
-def fold(
-  key: Array,
-  index: Array,
-) -> Array:
+def fold(key: Array, index: Array) -> Array:
   """Folds a worker's number into a key, or into each key of an array."""
 
   def one(key: Array) -> Array:

@@ -24,10 +24,7 @@ def mul_no_fma(
   return hidden(jnp.asarray(weight, x.dtype) * x, x)
 
 
-def hidden(
-  x: Array,
-  like: Array,
-) -> Array:
+def hidden(x: Array, like: Array) -> Array:
   """Returns `x` so that compilers do not know its value or where it is from.
 
   `like` must broadcast with `x`. Where it is NaN, the last bit of `x` flips.
@@ -35,10 +32,7 @@ def hidden(
   return after(x, like != like)
 
 
-def after(
-  x: Array,
-  never: Array,
-) -> Array:
+def after(x: Array, never: Array) -> Array:
   """Returns `x` so that compilers compute `never` first: a bool that is false.
 
   Where it is true, the last bit of `x` flips.

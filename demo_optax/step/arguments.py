@@ -116,8 +116,7 @@ class Call:
     return {'arguments of the step': ', '.join(types)}
 
   def bind(
-    self,
-    arrays: Sequence[jax.Array],
+    self, arrays: Sequence[jax.Array]
   ) -> tuple[inspect.BoundArguments, list[object]]:
     """Returns the step's arguments with these arrays, and its NNX objects."""
     values, objects = self.form.merge(arrays, inner=True)

@@ -176,10 +176,7 @@ def is_equinox(x: object) -> bool:
   return isinstance(x, getattr(sys.modules.get('equinox'), 'Module', ()))
 
 
-def is_array(
-  x: object,
-  in_equinox: bool,
-) -> bool:
+def is_array(x: object, in_equinox: bool) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others.
 
   Numbers in Equinox modules are not, as in `eqx.filter_jit`: layers decide by

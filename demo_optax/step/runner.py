@@ -49,9 +49,7 @@ class Runner:
   call: Call
 
   def __call__(
-    self,
-    *arrays: jax.Array,
-    index: Any = None,
+    self, *arrays: jax.Array, index: Any = None
   ) -> tuple[list[jax.Array], results.Returned]:
     """Runs the step for all workers, or for the separate program `index`."""
     workers, call = self.workers, self.call
@@ -182,8 +180,7 @@ class Runner:
     return Parts.of(values, known.roles), known
 
   def _step_of_arrays(
-    self,
-    *given: jax.Array,
+    self, *given: jax.Array
   ) -> tuple[list[jax.Array], results.Returned]:
     """Calls the step as it was written: with trees and Flax objects."""
     bound, objects = self.call.bind(given)

@@ -73,9 +73,7 @@ class Form(NamedTuple):
   objects: object  # the structure of the NNX objects: see `modules.split`
 
   def merge(
-    self,
-    arrays: Sequence[jax.Array],
-    inner: bool,
+    self, arrays: Sequence[jax.Array], inner: bool
   ) -> tuple[Any, list[object]]:
     """Returns the tree with these arrays, and its NNX objects."""
     count = self.treedef.num_leaves

@@ -152,10 +152,7 @@ class Group:
     return x
 
 
-def gather(
-  x: jax.Array,
-  axis: Axis,
-) -> jax.Array:
+def gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
@@ -226,10 +223,7 @@ def _in_order(rows: jax.Array) -> jax.Array:
   return jax.lax.fori_loop(1, len(rows), add, rows[0])
 
 
-def total(
-  x: jax.Array,
-  axis: Axis,
-) -> jax.Array:
+def total(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
   return _without_types(lambda x: sums([x], axis)[0], x)
 
@@ -277,10 +271,7 @@ def mean_finite(
   return jnp.where(jnp.isfinite(mean), mean, otherwise)
 
 
-def first(
-  x: jax.Array,
-  axis: Axis,
-) -> jax.Array:
+def first(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return everyones(x, axis)[0]
@@ -328,10 +319,7 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
   return jnp.dtype(jnp.float32) if is_half else dtype
 
 
-def varies(
-  x: jax.Array,
-  axis: Axis,
-) -> bool:
+def varies(x: jax.Array, axis: Axis) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
   return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
@@ -344,10 +332,7 @@ def is_tracked(axis: Axis) -> bool:
     return False
 
 
-def vary(
-  x: jax.Array,
-  *axes: Axis,
-) -> jax.Array:
+def vary(x: jax.Array, *axes: Axis) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
   new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
   return jax.lax.pcast(x, new, to='varying') if new else x

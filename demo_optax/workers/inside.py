@@ -123,10 +123,7 @@ def check_own_gradients(gradients: Tree) -> Tree:
   return _watch_leaves(gradients, _tree.is_exchanged, check)
 
 
-def equal(
-  tree: Tree,
-  message: str,
-) -> Tree:
+def equal(tree: Tree, message: str) -> Tree:
   """Returns `tree`; raises `message` if an array differs between workers.
 
   `{}` in the message is the leaf's name.

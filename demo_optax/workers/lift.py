@@ -47,10 +47,7 @@ def map_over(
   return fun
 
 
-def _on_mesh(
-  workers: Workers,
-  spec: Spec,
-) -> P:
+def _on_mesh(workers: Workers, spec: Spec) -> P:
   """Returns a whole array's spec."""
   if not spec.stacked:
     return spec.inner

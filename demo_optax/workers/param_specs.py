@@ -183,18 +183,12 @@ class ParamSpecs:
 REPLICATED = ParamSpecs()
 
 
-def entry(
-  spec: P,
-  dim: int,
-) -> tuple[Any, ...]:
+def entry(spec: P, dim: int) -> tuple[Any, ...]:
   """Returns the axes along one dimension."""
   return tuple(jax.tree.leaves(tuple(spec)[dim : dim + 1]))
 
 
-def keep(
-  spec: P,
-  axes: Collection[Any],
-) -> P:
+def keep(spec: P, axes: Collection[Any]) -> P:
   """Returns the spec with these axes alone, in its shortest form."""
   entries = []
   for dim in range(len(spec)):

@@ -116,9 +116,7 @@ batching.primitive_batchers[watch_p] = _batch
 
 
 def follow(
-  jaxpr: Jaxpr,
-  inputs: Origins,
-  axis: Axis,
+  jaxpr: Jaxpr, inputs: Origins, axis: Axis
 ) -> tuple[Origins, Mapping[Var, Origin]]:
   """Follows what is a worker's own through the worker's program.
 

@@ -348,18 +348,12 @@ class Workers:
     return P(self.axis_name if self.relay is None else None, *inner)
 
 
-def is_on(
-  mesh: Mesh | None,
-  x: object,
-) -> bool:
+def is_on(mesh: Mesh | None, x: object) -> bool:
   """Returns whether an array is on all devices in a mesh."""
   return getattr(getattr(x, 'sharding', None), 'mesh', None) == mesh
 
 
-def put(
-  x: Any,
-  sharding: NamedSharding,
-) -> Any:
+def put(x: Any, sharding: NamedSharding) -> Any:
   """Places an array as `jax.device_put` does, without communication.
 
   A process cannot write to other processes' devices: an array that each has

@@ -49,11 +49,24 @@ def transfers(text, mesh, axis, slices=1):
   elsewhere = {}
   for c in collectives(text, inside_mesh):
     if c.axes is None or axis in c.axes:
-      dtypes = '+'.join(sorted({shape.split('[')[0] for shape in c.shapes}))
-      found.append([c.kind, dtypes, c.received_bytes, list(c.shapes)])
+      found += _by_dtype(c)
     elif c.axes:
       elsewhere[c.kind] = elsewhere.get(c.kind, 0) + c.received_bytes
   return found, elsewhere
+
+
+def _by_dtype(collective):
+  """Takes a gather apart that XLA has joined from those of several dtypes."""
+  parts = {}
+  for shape in collective.shapes:
+    parts.setdefault(shape.split('[')[0], []).append(shape)
+  if collective.kind != 'all-gather':
+    parts = {'+'.join(sorted(parts)): list(collective.shapes)}
+  for dtype, shapes in parts.items():
+    sizes = [size_of(*shape.rstrip(']').split('[')) for shape in shapes]
+    share = sum(sizes) / collective.output_bytes if len(parts) > 1 else 1
+    received = round(collective.received_bytes * share)
+    yield [collective.kind, dtype, received, shapes]
 
 
 def beside(module):
@@ -80,7 +93,9 @@ def beside(module):
     end = ends.get(x.name)
     if x.op == 'send' and 'ALL_GATHER' in x.attributes:
       end = ends[received[x.operands[-1]]]
-    if end is None or x.op == 'recv' or not x.type.startswith(f'({WORDS}'):
+    if (
+      end is None or x.op == 'recv' or not x.type.lstrip('(').startswith(WORDS)
+    ):
       continue
     before = sum(place < start for place in products)
     behind = sum(place > end for place in products)
