@@ -225,7 +225,8 @@ def exchange(
       selections,
       config.average,
       hyper.step,
-      unused,
+      # A program that only decodes has no gradients.
+      unused if group.is_one_program else None,
     )
     merged.append(update)
     distinct.append(count)

@@ -87,7 +87,7 @@ def merge(
   received: Received,
   average: topk.Average,
   step: jax.Array,
-  unused: jax.Array,
+  unused: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
@@ -125,7 +125,7 @@ def merge(
   count = jnp.sum(received.valid, dtype=jnp.int32)
   zero = plain.where(count < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
-  if unused.shape == updates.shape:
+  if unused is not None and unused.shape == updates.shape:
     updates = plain.overwritten(unused, updates)
   carry = updates, jnp.zeros_like(received.values, jnp.float32, shape=())
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)

@@ -154,6 +154,8 @@ PARAMS = {'w': (24, 160), 'v': (160, 24), 'large': (24, 700), 'b': (24,)}
 NAMES = dict.fromkeys(('averaged', 'weighted'), tuple(PARAMS)) | {
   'demo': ('w', 'v', 'b')
 }  # others: w and b
+PARAMS['pieces'] = 512, 1024  # its arithmetic is a loop
+NAMES['pieces'] = ('pieces',)
 
 
 def batches(step, count, nan_at=None):
@@ -219,6 +221,7 @@ METHODS = {
     demo_optax.average_gradients(workers=workers), optax.scale(-1e-2)
   ),
   'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+  'pieces': lambda workers: METHODS['demo'](workers),
   'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
   'delayed': lambda workers: optax.chain(
     demo_optax.scale_by_demo(
@@ -251,7 +254,15 @@ def joined_rows(data):
 
 
 @pytest.mark.parametrize(
-  'method', ['demo_muon', 'delayed', 'demo_diloco', 'weighted', 'per_worker']
+  'method',
+  [
+    'pieces',
+    'demo_muon',
+    'delayed',
+    'demo_diloco',
+    'weighted',
+    'per_worker',
+  ],
 )
 def test_as_simulated(method):
   count = 3 if method == 'weighted' else 2
