@@ -36,7 +36,7 @@ import numpy as np
 import step as step_lib
 
 import demo_optax
-from demo_optax import __main__ as shapes
+from demo_optax.__main__ import paper_model
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange import message as wire
@@ -226,7 +226,15 @@ def seven_billion() -> dict[str, Any]:
   }
 
 
-MODELS = {**shapes.MODELS, '7B': seven_billion()}
+MODELS = {
+  '300M': paper_model('300M'),
+  '1B': paper_model('1B'),
+  '7B': jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, 'float32'),
+    seven_billion(),
+    is_leaf=lambda x: isinstance(x, list),
+  ),
+}
 
 
 class Cost(NamedTuple):
@@ -298,7 +306,7 @@ def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
 def model(args: argparse.Namespace) -> None:
   """Prints seconds per exchange, link and merging."""
   for name, tree in MODELS.items():
-    costs = costs_of(shapes._arrays(tree, ()), args)
+    costs = costs_of(tree, args)
     print(f'\n{name}: MB received, and bytes of the smallest message\n')
     print('| N | ' + ' | '.join(METHODS) + ' |')
     print('|---|' + '---|' * len(METHODS))
@@ -341,7 +349,7 @@ def plot(args: argparse.Namespace) -> None:
   )
   styles = ('C3^-', 'C0o-', 'C2s-', 'C1v-')
   for row, (name, tree) in enumerate(MODELS.items()):
-    costs = costs_of(shapes._arrays(tree, ()), args)
+    costs = costs_of(tree, args)
     grid[row, 0].set_ylabel(f'{name}: modelled seconds')
     for axes, link in zip(grid[row], LINKS):
       for method, style in zip(METHODS, styles):

@@ -39,7 +39,7 @@ import optax
 
 import demo_optax
 from demo_optax import compressors
-from demo_optax.__main__ import MODELS
+from demo_optax.__main__ import paper_model
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
@@ -77,12 +77,10 @@ TREES = {
   '10M': gpt(256, 8, 14000),
   **{
     name: {
-      jax.tree_util.keystr(path, simple=True, separator='/'): shape
-      for path, shape in jax.tree.leaves_with_path(
-        shapes, is_leaf=lambda x: isinstance(x, list)
-      )
+      jax.tree_util.keystr(path, simple=True, separator='/'): x.shape
+      for path, x in jax.tree.leaves_with_path(paper_model(name))
     }
-    for name, shapes in MODELS.items()
+    for name in ('300M', '1B')
   },
 }
 

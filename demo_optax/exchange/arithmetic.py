@@ -87,7 +87,7 @@ def merge(
   received: Received,
   average: topk.Average,
   step: jax.Array,
-  unused: jax.Array | None,
+  unused: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 

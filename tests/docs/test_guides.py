@@ -81,14 +81,12 @@ def every_trainer(names):
 def compiled_for_devices(names):
   """The guide's own check, on a mesh of CPUs."""
   found = hlo_text.collectives(names['compiled'], names['mesh'])
-  assert (
-    sum(
-      c.received_bytes
-      for c in found
-      if c.axes == ('replica',) and c.kind == 'all-gather'
-    )
-    == names['plan'].device_bytes['replica',]
-  )
+  messages = [
+    c.received_bytes
+    for c in found
+    if c.axes == ('replica',) and c.shapes[0].startswith('u32')
+  ]
+  assert sum(messages) == names['plan'].device_bytes['replica',]
   loss = names['train_step'](
     names['model'], names['optimizer'], np.ones((64, 256), np.float32)
   )
@@ -527,16 +525,27 @@ def test_rates_of_other_parameters_are_as_measured():
 
 
 def test_losses_of_a_delayed_exchange_are_as_measured():
-  setting = {'width': 64, 'heads': 4, 'steps': 600, 'lr': 4e-3}
+  narrow = {'width': 64, 'heads': 2}
+  settings = [
+    narrow | {'steps': 600},
+    narrow | {'steps': 600, 'workers': 16},
+    narrow | {'steps': 1600, 'data': 'botocore'},
+    {},
+  ]
   records = muon.read()
 
-  def losses(**other):
-    row = muon.ROWS['demo_muon'] | setting | other
-    return {r.get('seed', 0): r['loss'] for r in muon.runs_of(row, records)}
+  def losses(setting, delayed):
+    own = {'method': 'demo_muon', 'lr': 2e-2, 'other_lr': 1.2e-2}
+    own |= {'topk': 64, 'rows': 8, 'delayed': delayed}
+    found = muon.runs_of(setting | own, records)
+    assert {r.get('seed', 0) for r in found} == {0, 1, 2}
+    return statistics.mean(r['loss'] for r in found)
 
-  at_once, delayed = losses(), losses(delayed='matrices')
-  assert at_once.keys() == delayed.keys() == {0, 1, 2}
-  cost = statistics.mean(delayed[seed] - at_once[seed] for seed in at_once)
-  assert f'the delay cost {abs(cost):.2f} nats (three seeds)' in GUIDES['muon']
-  alone = losses(delayed='matrices', ahead=False)[0] - at_once[0]
-  assert f'without the prediction {alone:.3f} (one seed)' in GUIDES['muon']
+  costs = []
+  for setting in settings:
+    at_once, late = (losses(setting, x) for x in (None, 'matrices'))
+    costs.append(100 * (late / at_once - 1))
+  least, most = min(costs), max(costs)
+  assert f'the delay cost {least:.1f} to {most:.1f} %' in GUIDES['muon']
+  tried = (ROOT / 'benchmarks' / 'TRIED.md').read_text()
+  assert all(f'(+{cost:.1f} %)' in tried for cost in costs)
