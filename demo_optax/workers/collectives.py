@@ -241,13 +241,21 @@ def mean_finite(
   """Returns the mean over the workers that are there and have a finite `x`.
 
   `x` are real or complex numbers. Without such a worker it is `otherwise`, by
-  default NaN.
+  default NaN. Scalars whose workers share a mesh with axes inside of them are
+  added by all-reduces, which XLA joins: their order is its own.
   """
   size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
 
   def mean_of(x: jax.Array) -> jax.Array:
     wide = vary(x.astype(_widened(x.dtype)), axis)
-    if _is_ordered(wide) or isinstance(axis, Programs):
+    is_spread = bool(jax.sharding.get_abstract_mesh().auto_axes)
+    if is_spread and not x.ndim and otherwise is None:
+      rows = jax.lax.all_gather(wide, axis)  # [workers], under vmap
+      finite = jnp.isfinite(rows)
+      pairs = jnp.stack([jnp.where(finite, rows, 0), finite.astype(rows.dtype)])
+      added, number = jnp.sum(pairs, axis=1)  # by one all-reduce
+      count = number.astype(jnp.int32)
+    elif _is_ordered(wide) or isinstance(axis, Programs):
       present: jax.Array | bool = True
       if isinstance(axis, Programs):
         rows, present, _ = meet(wide, axis)
