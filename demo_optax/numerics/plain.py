@@ -80,14 +80,14 @@ def overwritten(x: Array, zeros: Array) -> Array:
 
   A mapped `x` would be an array for every worker.
   """
-  return _overwritten_p.bind(x, zeros)
+  return overwritten_p.bind(x, zeros)
 
 
-_overwritten_p = core.Primitive('demo_optax_overwritten')
-_overwritten_p.def_impl(lambda x, zeros: x)
-_overwritten_p.def_abstract_eval(lambda x, zeros: zeros)
-mlir.register_lowering(_overwritten_p, lambda context, x, zeros: [x])
-batching.primitive_batchers[_overwritten_p] = lambda arrays, dims: (
+overwritten_p = core.Primitive('demo_optax_overwritten')
+overwritten_p.def_impl(lambda x, zeros: x)
+overwritten_p.def_abstract_eval(lambda x, zeros: zeros)
+mlir.register_lowering(overwritten_p, lambda context, x, zeros: [x])
+batching.primitive_batchers[overwritten_p] = lambda arrays, dims: (
   arrays[1],
   dims[1],
 )

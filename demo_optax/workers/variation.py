@@ -22,6 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
+from demo_optax.numerics import plain
 from demo_optax.workers.collectives import Axis, meet_p
 from demo_optax.workers.param_specs import names_of
 from demo_optax.workers.workers import Workers
@@ -231,13 +232,15 @@ class _Follower:
         return self._while(eqn, inputs)
       case 'cond':
         return self._cond(eqn, inputs)
-      # Our own two: a check or an exchange, and a meeting at the relay.
+      # Our own: a check or an exchange, and a meeting at the relay.
       case watch_p.name:
         return self._watch(eqn, inputs)
       case meet_p.name:  # rows, who is present, whether this worker is
         return _SAME, _SAME, _OWN
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
         return inputs  # each output has what is in its place
+      case plain.overwritten_p.name:
+        return inputs[1:]  # nothing stays of the first
       case 'sharding_constraint':
         self._check_spec(getattr(eqn.params['sharding'], 'spec', P()))
       case 'new_ref' | 'empty_ref':

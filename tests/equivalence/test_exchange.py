@@ -9,6 +9,7 @@ import optax
 import pytest
 import test_maps
 from helpers import assert_same_bits, make_mesh, own, random_tree, with_momentum
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -41,6 +42,48 @@ def test_scan_over_steps_inside_shard_map():
   updates = jax.jit(mapped)(random_tree(99, test_maps.SHAPES), gradients)
   expected, *_ = test_maps.run(make, 'simulated')
   assert_same_bits(updates, jax.tree.map(lambda *u: np.stack(u), *expected))
+
+
+def on_a_mesh(explicit):
+  axis_type = AxisType.Explicit if explicit else AxisType.Auto
+  mesh = jax.make_mesh((N,), ('data',), (axis_type,), devices=jax.devices()[:N])
+  return demo_optax.Workers.on_mesh(mesh, 'data')
+
+
+@pytest.mark.parametrize('make', ['demo', 'demo_muon', 'delayed'])
+def test_buckets_of_several_pieces(make):
+  """A step whose momentum is more than one turn of a loop, on all maps."""
+  tx_of = {
+    'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+    'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+    'delayed': lambda workers: demo_optax.demo_muon(
+      1e-2, workers=workers, delayed=True
+    ),
+  }[make]
+
+  def train(workers):
+    tx = tx_of(workers)
+
+    @demo_optax.data_parallel(workers, batch_argnames='x')
+    def step(params, state, x):
+      gradients = {'w': params['w'] + x[0]}
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+
+    params = {'w': jnp.ones((512, 1024))}
+    state = tx.init(params)
+    for number in range(3):
+      x = jax.random.normal(jax.random.key(number), (N, 512, 1024))
+      params, state = step(params, state, np.asarray(x))
+    return jax.device_get(params)
+
+  expected = train(demo_optax.Workers.simulated(N))
+  for explicit in (False, True):
+    found = train(on_a_mesh(explicit))
+    if make == 'demo':
+      assert_same_bits(found, expected)
+    else:  # matrices are not multiplied in a stack as alone
+      np.testing.assert_allclose(found['w'], expected['w'], atol=1e-3)
 
 
 @pytest.mark.parametrize(
