@@ -120,8 +120,8 @@ class Call:
   ) -> tuple[inspect.BoundArguments, list[object]]:
     """Returns the step's arguments with these arrays, and its NNX objects."""
     values, objects = self.form.merge(arrays, inner=True)
-    named: Any = dict(zip(self.names, values))
-    return inspect.BoundArguments(self.options.signature, named), objects
+    named = dict(zip(self.names, values))
+    return bound_to(self.options.signature, named), objects
 
   def replace(
     self,
@@ -134,6 +134,41 @@ class Call:
     for x, array in zip(xs, self.arrays):
       found.append(fun(x, array) if array.role is role else x)
     return found
+
+
+def by_name(
+  signature: inspect.Signature,
+  args: tuple[Any, ...],
+  kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Returns a call's arguments by name: those of `*rest` are `rest[0]`, ..."""
+  named: dict[str, Any] = {}
+  for name, value in signature.bind(*args, **kwargs).arguments.items():
+    kind = signature.parameters[name].kind
+    if kind is inspect.Parameter.VAR_POSITIONAL:
+      named.update((f'{name}[{place}]', x) for place, x in enumerate(value))
+    elif kind is inspect.Parameter.VAR_KEYWORD:
+      named.update(value)
+    else:
+      named[name] = value
+  return named
+
+
+def bound_to(
+  signature: inspect.Signature, named: Mapping[str, Any]
+) -> inspect.BoundArguments:
+  """Undoes `by_name`."""
+  left = dict(named)
+  arguments: dict[str, Any] = {}
+  for name, parameter in signature.parameters.items():
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+      chosen = [key for key in left if key.startswith(f'{name}[')]
+      arguments[name] = tuple(left.pop(key) for key in chosen)
+    elif name in left:
+      arguments[name] = left.pop(name)
+    elif parameter.kind is inspect.Parameter.VAR_KEYWORD:  # the last one
+      arguments[name] = left
+  return inspect.BoundArguments(signature, arguments)  # type: ignore[arg-type]
 
 
 def analyse(

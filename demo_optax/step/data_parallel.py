@@ -180,7 +180,7 @@ class DataParallelStep:
     kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays, placed."""
-    given = self._options.signature.bind(*args, **kwargs).arguments
+    given = arguments.by_name(self._options.signature, args, kwargs)
     for name in self._options.static & given.keys():
       given[name] = Constant(given[name], type(given[name]))
     objects: list[object] = []
@@ -247,14 +247,27 @@ def _listed(
   *listed: object,
 ) -> frozenset[str]:
   """Returns the names that a step's options list by name or position."""
-  names = [*inspect.signature(step).parameters]
-  known = {*names, *range(len(names))}
-  given = jax.tree.leaves(listed)
-  for argument in given:
-    if argument not in known:
+  parameters = inspect.signature(step).parameters
+  by_kind = {p.kind: name for name, p in parameters.items()}
+  rest = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
+  takes_any_name = inspect.Parameter.VAR_KEYWORD in by_kind
+  before_rest = [*parameters].index(rest) if rest else len(parameters)
+  names = [*parameters][:before_rest]
+  found = set()
+  for argument in jax.tree.leaves(listed):
+    if isinstance(argument, str):
+      is_known = takes_any_name or argument in parameters
+    else:
+      is_known = argument >= 0 and (rest is not None or argument < before_rest)
+    if not is_known:
+      shown = [str(p) for p in parameters.values()]
       raise ValueError(
         f'data_parallel must be given arguments of the step, got {argument!r},'
-        f' but the arguments of {_label(step)} are {", ".join(names)}. Give'
+        f' but the arguments of {_label(step)} are {", ".join(shown)}. Give'
         ' names, or positions counted from the first argument.'
       )
-  return frozenset(x if isinstance(x, str) else names[x] for x in given)
+    if not isinstance(argument, str):
+      place = argument - before_rest
+      argument = names[argument] if place < 0 else f'{rest}[{place}]'
+    found.add(argument)
+  return frozenset(found)

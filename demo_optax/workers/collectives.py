@@ -248,8 +248,9 @@ def mean_finite(
 
   def mean_of(x: jax.Array) -> jax.Array:
     wide = vary(x.astype(_widened(x.dtype)), axis)
-    is_spread = bool(jax.sharding.get_abstract_mesh().auto_axes)
-    if is_spread and not x.ndim and otherwise is None:
+    is_spread = jax.sharding.get_abstract_mesh().auto_axes
+    is_scalar = not x.ndim and otherwise is None
+    if is_spread and is_scalar and not isinstance(axis, Programs):
       rows = jax.lax.all_gather(wide, axis)  # [workers], under vmap
       finite = jnp.isfinite(rows)
       pairs = jnp.stack([jnp.where(finite, rows, 0), finite.astype(rows.dtype)])

@@ -390,16 +390,30 @@ def test_static_and_keyword_arguments_and_constants():
 
 
 def test_arguments_that_a_step_takes_in_any_number():
-  """They have the name of the parameter that takes them."""
-
-  @demo_optax.data_parallel(WORKERS, batch_argnames=('rows', 'named'))
-  def step(scale, *rows, **named):
-    assert [x.shape for x in (*rows, *named.values())] == [(2, 16)] * 3
-    return demo_optax.out_batch(scale * (rows[0] + rows[1] + named['third']))
-
+  """They have a position, or the name that the caller gives."""
   x = batch()
-  found = step(jnp.ones(()), x, x, third=x)
-  np.testing.assert_allclose(found, 3 * x, rtol=1e-6)
+
+  @demo_optax.data_parallel(
+    WORKERS, batch_argnums=(1, 3), batch_argnames='third', static_argnames='n'
+  )
+  def step(scale, *rest, **named):
+    first, shift, second = rest
+    assert [a.shape for a in (first, second, named['third'])] == [(2, 16)] * 3
+    assert named['n'] == 2 and named['shared'].shape == (8, 16)
+    return demo_optax.out_batch(
+      scale * (first + second + named['third']) + shift
+    )
+
+  found = step(jnp.ones(()), x, jnp.ones(()), x, third=x, n=2, shared=x)
+  np.testing.assert_allclose(found, 3 * x + 1, rtol=1e-6)
+
+  @demo_optax.data_parallel(WORKERS, batch_argnums=1)
+  def wrapped(*arguments):
+    return arguments[0], demo_optax.out_batch(arguments[1])
+
+  assert wrapped(jnp.ones(()), x)[1].shape == x.shape
+  with pytest.raises(ValueError, match='got -1'):
+    demo_optax.data_parallel(WORKERS, batch_argnums=-1)(step)
 
 
 def test_donated_arguments_are_overwritten(workers):
