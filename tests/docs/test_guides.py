@@ -269,6 +269,9 @@ def test_what_was_compiled_is_as_recorded():
       f'{run["compile_seconds"]:.0f}',
     ]
     assert ' | '.join(cells) in rows
+    if late:
+      *places, end = run['beside'][0]
+      assert f' {", ".join(map(str, places))} | {end} |' in page
     for name in ('jax', 'libtpu', 'jax-cuda12-plugin'):
       assert f' {run["versions"][name]}' in page
 
