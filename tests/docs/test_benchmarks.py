@@ -316,6 +316,11 @@ def test_what_a_relay_does_is_as_measured():
   assert f'for {found["drift"]["rounds"]:,} rounds' in PAGE
   slow = found['slow']
   assert f'{slow["rounds"]} rounds; in {slow["rounds_without_some"]} of' in PAGE
+  kills = results('kills.json')
+  assert kills['ended'] == kills['unequal'] == 0
+  counted = f'{kills["kills"]}, at random moments, and'
+  assert f'{counted} {kills["kills_of_the_relay"]} of the relay' in PAGE
+  assert f'{kills["rounds"]:,} rounds, no worker ended or differed' in PAGE
   assert not slow['rounds_that_differ']
 
 
