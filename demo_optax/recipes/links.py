@@ -360,7 +360,7 @@ def chain(
     for exchange in _exchanges(after):
       leaves = exchange.layout.layout.leaves
       frozen |= {leaf.keys for leaf in leaves if leaf.is_frozen}
-      someone = exchange.metrics['num_excluded'] < workers.count
+      someone &= exchange.metrics['num_excluded'] < workers.count
       after = _keep(state, after, someone)
 
     def settle(

@@ -248,26 +248,32 @@ def _listed(
 ) -> frozenset[str]:
   """Returns the names that a step's options list by name or position."""
   parameters = inspect.signature(step).parameters
-  by_kind = {p.kind: name for name, p in parameters.items()}
-  rest = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
-  takes_any_name = inspect.Parameter.VAR_KEYWORD in by_kind
-  before_rest = [*parameters].index(rest) if rest else len(parameters)
-  names = [*parameters][:before_rest]
-  found = set()
-  for argument in jax.tree.leaves(listed):
-    if isinstance(argument, str):
-      is_known = takes_any_name or argument in parameters
+  names: list[str] = []
+  rest, before_rest = '', 0  # what takes positions without a name
+  takes_any_name = False
+  for name, parameter in parameters.items():
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+      rest, before_rest = name, len(names)
+    elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+      takes_any_name = True
     else:
-      is_known = argument >= 0 and (rest is not None or argument < before_rest)
-    if not is_known:
-      shown = [str(p) for p in parameters.values()]
-      raise ValueError(
-        f'data_parallel must be given arguments of the step, got {argument!r},'
-        f' but the arguments of {_label(step)} are {", ".join(shown)}. Give'
-        ' names, or positions counted from the first argument.'
-      )
-    if not isinstance(argument, str):
-      place = argument - before_rest
-      argument = names[argument] if place < 0 else f'{rest}[{place}]'
-    found.add(argument)
-  return frozenset(found)
+      names.append(name)
+  if not rest:
+    before_rest = len(names)
+
+  def name_of(argument: Any) -> str:
+    if isinstance(argument, str):
+      if takes_any_name or argument in names:
+        return argument
+    elif argument in range(before_rest):
+      return names[argument]
+    elif rest and argument >= before_rest:
+      return f'{rest}[{argument - before_rest}]'
+    shown = ', '.join(map(str, parameters.values()))
+    raise ValueError(
+      f'data_parallel must be given arguments of the step, got {argument!r},'
+      f' but the arguments of {_label(step)} are {shown}. Give names, or'
+      ' positions counted from the first argument.'
+    )
+
+  return frozenset(map(name_of, jax.tree.leaves(listed)))

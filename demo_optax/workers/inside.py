@@ -1,8 +1,8 @@
 """Operations across workers, called inside a `data_parallel` step.
 
 A step is traced once, for one worker (`trace`). Where each worker has its own
-device, or is a separate program, exchanges in the step communicate by the
-that worker's collectives. Else the step is run under `jax.vmap`, and an
+device, or is a separate program, exchanges in the step communicate by
+collectives. Else the step is run under `jax.vmap`, and an
 exchange is a rule that receives all workers' arrays.
 """
 

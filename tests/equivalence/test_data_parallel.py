@@ -414,6 +414,10 @@ def test_arguments_that_a_step_takes_in_any_number():
   assert wrapped(jnp.ones(()), x)[1].shape == x.shape
   with pytest.raises(ValueError, match='got -1'):
     demo_optax.data_parallel(WORKERS, batch_argnums=-1)(step)
+  with pytest.raises(ValueError, match="got 'arguments'"):
+    demo_optax.data_parallel(WORKERS, batch_argnames='arguments')(
+      lambda *arguments: None
+    )
 
 
 def test_donated_arguments_are_overwritten(workers):

@@ -8,8 +8,14 @@ import numpy as np
 import optax
 import pytest
 import test_maps
-from helpers import assert_same_bits, make_mesh, own, random_tree, with_momentum
-from jax.sharding import AxisType
+from helpers import (
+  assert_same_bits,
+  make_mesh,
+  on_mesh,
+  own,
+  random_tree,
+  with_momentum,
+)
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -44,12 +50,6 @@ def test_scan_over_steps_inside_shard_map():
   assert_same_bits(updates, jax.tree.map(lambda *u: np.stack(u), *expected))
 
 
-def on_a_mesh(explicit):
-  axis_type = AxisType.Explicit if explicit else AxisType.Auto
-  mesh = jax.make_mesh((N,), ('data',), (axis_type,), devices=jax.devices()[:N])
-  return demo_optax.Workers.on_mesh(mesh, 'data')
-
-
 @pytest.mark.parametrize('make', ['demo', 'demo_muon', 'delayed'])
 def test_buckets_of_several_pieces(make):
   """A step whose momentum is more than one turn of a loop, on all maps."""
@@ -78,8 +78,8 @@ def test_buckets_of_several_pieces(make):
     return jax.device_get(params)
 
   expected = train(demo_optax.Workers.simulated(N))
-  for explicit in (False, True):
-    found = train(on_a_mesh(explicit))
+  for kind in ('auto', 'explicit'):
+    found = train(on_mesh(N, kind))
     if make == 'demo':
       assert_same_bits(found, expected)
     else:  # matrices are not multiplied in a stack as alone
