@@ -60,8 +60,8 @@ class Link:
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
+    self.rank = frames.FOLLOWER if rank is None else rank
     self._address = address
-    self._rank = frames.FOLLOWER if rank is None else rank
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text, self._steps = b'', 0  # of the last hello
@@ -141,7 +141,7 @@ class Link:
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
-    _LOG.warning('worker %d has another state than the others', self._rank)
+    _LOG.warning('worker %d has another state than the others', self.rank)
     self.position = Position()
     self.parted += 1
 
@@ -153,7 +153,7 @@ class Link:
 
   def state(self) -> memoryview:
     """Returns the shared state of another worker, and takes its position."""
-    _LOG.info('worker %d takes the state of another worker', self._rank)
+    _LOG.info('worker %d takes the state of another worker', self.rank)
     self._waits_since = time.monotonic()
     while True:
       source, parts = self._pull()
@@ -244,7 +244,7 @@ class Link:
 
   def _header(self, kind: int, number: int = 0) -> Header:
     at = self.position
-    return Header(kind, self._rank, at.round, number, at.chain, self._program)
+    return Header(kind, self.rank, at.round, number, at.chain, self._program)
 
   def _ask(self, kind: int, number: int = 0, *bodies: bytes) -> _Answer:
     """Returns the answer to a request; says hello to a relay that is new."""
@@ -257,13 +257,13 @@ class Link:
         raise Behind
       if answer.kind != frames.UNKNOWN:
         return answer, found
-      _LOG.info('the relay is a new one; worker %d says hello', self._rank)
+      _LOG.info('the relay is a new one; worker %d says hello', self.rank)
       if not self.position.chain:  # it must say which arrays it has now
         self.open = -1
         raise Behind
       self._hello_again()
       is_open = self.open <= self.position.round
-      if is_open and kind == frames.LISTEN and self._rank != frames.FOLLOWER:
+      if is_open and kind == frames.LISTEN and self.rank != frames.FOLLOWER:
         raise NotClosedError  # perhaps nobody else can send a message
 
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
@@ -305,7 +305,7 @@ class Link:
           ' this the key of worker %d?',
           self._address,
           warned - began,
-          self._rank,
+          self.rank,
         )
 
   def _reason(self, reason: bytes, *run: bytes) -> str:
@@ -316,7 +316,7 @@ class Link:
       text.decode('utf-8', 'replace').splitlines()
       for text in (self._text, *run)
     )
-    lines = [f'Worker {self._rank} must run what the others run, got']
+    lines = [f'Worker {self.rank} must run what the others run, got']
     lines += [f'  {line}' for line in ours if line not in theirs]
     lines.append('where the run has')
     lines += [f'  {line}' for line in theirs if line not in ours]
