@@ -156,7 +156,7 @@ def test_a_late_worker(method, evaluates):
       before = evaluating(workers, before, 5)
     return train(workers, 10_000, before, method)
 
-  with Joined(3, clock=Clock()) as joined:
+  with Joined(3, clock=Clock(), one_trace=True) as joined:
     found = joined.run(run)
   check_equal(found)
   assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
@@ -194,7 +194,9 @@ def test_a_worker_that_joins(devices, method):
     return train(workers, 10_000, note, method)
 
   course = Course(1, 10 if method == 'demo' else 30)
-  with Joined(2, start=0.5, history=4, deadline=2) as joined:
+  with Joined(
+    2, start=0.5, history=4, deadline=2, one_trace=devices == 1
+  ) as joined:
     found = joined.run(run)
   check_equal(found)
   assert 5 < len(found[1]) < len(found[0]) - 5
@@ -339,7 +341,7 @@ def test_parameters_that_differ(monkeypatch):
     )
 
   course = Course(1, 30)
-  with Joined(3, deadline=2) as joined:
+  with Joined(3, deadline=2, one_trace=True) as joined:
     found = joined.run(run)
   first, spoiled, last = (
     [INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)
@@ -376,7 +378,7 @@ def test_a_number_that_all_must_give():
 
   course, ended = Course(2, 15), threading.Event()
   with (
-    Joined(3, clock=Clock()) as joined,
+    Joined(3, clock=Clock(), one_trace=True) as joined,
     pytest.raises(ValueError, match='rate must be equal on all workers'),
   ):
     joined.run(run)
