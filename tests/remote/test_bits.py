@@ -41,8 +41,11 @@ def trace_in_turn(program, *arrays):
     address, rank, _ = program.workers.relay
     types = [(x.shape, str(x.dtype)) for x in arrays]
     mesh = program.workers.mesh
-    same = str((program.names, types, program.donated, rank is None, mesh))
-    traced = TRACED.get(address, {}).setdefault(same, program)
+    same = str((program.names, types, program.donated, mesh))
+    known = TRACED.get(address, {})
+    if rank is not None:
+      known.setdefault(same, program)
+    traced = known.get(same, program)
     if traced is not program and program._step is None:
       # A trace does not know the worker's number, which is an argument.
       own = vars(program) | {'_step': traced._step}

@@ -123,7 +123,7 @@ def test_bits(method, count):
 
 def test_one_that_is_later_than_the_history():
   """It takes a state again; the trainers have waited for nothing."""
-  joined = Joined(1, history=4)
+  joined = Joined(1, history=4, one_trace=True)
   pace = Pace(joined)
 
   def run(workers):
