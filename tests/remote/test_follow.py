@@ -132,8 +132,10 @@ def test_one_that_is_later_than_the_history():
     link = link_of(workers)
     for number, _, (params, _) in follow(workers, 'plain'):
       pace.of_follower[number] = jax.tree.map(host, params)
-      # Until it joins again, which needs rounds.
-      pace.is_away = link.joined == 1 and len(pace.of_follower) > 3
+      # Once all lists are applied, until it joins again, which needs rounds.
+      members = list(joined.relay.rounds._members.values())
+      is_up_to_date = not any(member.joins for member in members)
+      pace.is_away = link.joined == 1 and is_up_to_date
       if pace.is_away:  # generates a long text
         wait_until(lambda number=number: max(pace.of_workers) > number + 8)
       if link.joined == 2 and len(pace.of_follower) > 8:
