@@ -290,7 +290,10 @@ class RemoteProgram:
         impl = jax.random.key_impl(own)
         taken = jax.random.wrap_key_data(taken, impl=impl)
       sharding = getattr(own, 'sharding', None)
-      arrays[n] = taken if sharding is None else put(taken, sharding)
+      # Programs are compiled for arrays that no device was chosen for.
+      if sharding is not None and getattr(own, 'committed', True):
+        taken = put(taken, sharding)
+      arrays[n] = taken
 
   # Messages -------------------------------------------------------------------
 

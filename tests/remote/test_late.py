@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import wait_until
+from helpers import COMPILATIONS, wait_until
 from jax.sharding import PartitionSpec as P
 from test_bits import METHODS, Clock, Joined, host, pass_when, state_is_sent
 
@@ -168,8 +168,11 @@ def test_a_late_worker(method, evaluates):
 
 @pytest.mark.parametrize('devices, method', [(4, 'demo'), (1, 'demo_diloco')])
 def test_a_worker_that_joins(devices, method):
-  """One that is there later takes the state, and is not waited for before."""
-  begun = threading.Event()
+  """One that is there later takes the state, and is not waited for before.
+
+  Nothing is compiled between the state and its first step.
+  """
+  begun, compiled = threading.Event(), []
 
   def run(workers):
     address, rank, _ = workers.relay
@@ -186,9 +189,21 @@ def test_a_worker_that_joins(devices, method):
         param_specs={'w': P('fsdp'), 'b': P()},
       )
 
+    link = link_of(workers)
+    take = link.state
+
+    def state():
+      found = take()
+      compiled.append(COMPILATIONS.count)
+      return found
+
+    link.state = state
+
     def note(number):
       if number > 8:
         begun.set()
+      if link.joined:
+        compiled.append(COMPILATIONS.count)
       before(number)
 
     return train(workers, 10_000, note, method)
@@ -200,6 +215,7 @@ def test_a_worker_that_joins(devices, method):
     found = joined.run(run)
   check_equal(found)
   assert 5 < len(found[1]) < len(found[0]) - 5
+  assert devices > 1 or compiled[0] == compiled[1]
 
 
 def test_the_relay_is_restarted():
