@@ -61,6 +61,7 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -145,6 +146,20 @@ class _Member:
   @property
   def name(self) -> str:
     return frames.name_of(self.rank)
+
+
+class _Kind(NamedTuple):
+  """Of a message: those of a round are of one kind."""
+
+  is_evaluation: bool
+  size: int
+  tag: bytes
+
+
+def _kind_of(member: _Member) -> _Kind:
+  body = member.body
+  is_evaluation = not frames.changes_state(body)
+  return _Kind(is_evaluation, len(body), body[: frames.CHAIN])
 
 
 class Rounds:
@@ -455,23 +470,14 @@ class Rounds:
     """
     senders = [member for member in self._members.values() if member.body]
     senders.sort(key=lambda member: member.rank)
-    kinds = []
+    kinds = collections.Counter(map(_kind_of, senders)).most_common()
+    chosen, _ = max(kinds, key=lambda found: found[0].is_evaluation)
     for member in senders:
-      is_evaluation = not frames.changes_state(member.body)
-      tag = member.body[: frames.CHAIN]
-      kinds.append((is_evaluation, len(member.body), tag))
-    counts = collections.Counter(kinds)
-    chosen = max(counts, key=lambda kind: (kind[0], counts[kind]))
-    is_evaluation, size, _ = chosen
-    text = (
-      'round %d without worker %d, which has called another step: its message'
-      ' has %d bytes, not %d'
-    )
-    for member, kind in zip(senders, kinds):
-      if kind != chosen:
-        self._say(text, self.round, member.rank, len(member.body), size)
+      if _kind_of(member) != chosen:
+        text = 'round %d without worker %d, which has called another step'
+        self._say(text, self.round, member.rank)
         member.body = b''
-    return not is_evaluation
+    return not chosen.is_evaluation
 
   def _send_list(
     self, member: _Member, number: int, closed: Sequence[bytes]
@@ -516,8 +522,7 @@ class Rounds:
     """Takes a part; one that is not taken is answered by its own number."""
     now = self._clock()
     try:
-      leads = self._lists.lead_from(header)
-      if header.number == 0 and self._wants_state and leads:
+      if header.number == 0 and self._wants_state:
         self._drop_state()
         self._state = State(header, now)
       state = self._state
