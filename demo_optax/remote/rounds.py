@@ -260,20 +260,22 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    workers = [member for _, member in members if not member.follows]
-    joining = [member for member in workers if member.joins]
-    sent = [member for member in workers if member.body]
-    is_over = now - self._began > self._limit
-    is_complete = all(m.body for m in workers if m.awaited)
-    # Those that join are there, and wait for a state.
-    is_quorum = len(sent) + len(joining) >= self.options.quorum
-    if sent and is_quorum and (is_complete or is_over):
-      self._close(now)
+    sent = joining = 0
+    is_complete = True
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
+      if not member.follows:
+        sent += bool(member.body)
+        joining += member.joins
+        is_complete &= bool(member.body) or not member.awaited
+    is_over = now - self._began > self._limit
+    # Those that join are there, and wait for a state.
+    is_quorum = sent + joining >= self.options.quorum
+    if sent and is_quorum and (is_complete or is_over):
+      self._close(now)
     patience = max(self.options.start, 3 * self._limit)
     if joining and now - self._began > patience:
       self._say('all workers have left the run')
