@@ -59,7 +59,6 @@ DEFAULTS: dict[str, Any] = {
   'stochastic': False,  # rounding to it
   # recipe: the exchange
   'topk': 32,  # of 64x64 chunks; None: everything
-  'groups': False,  # True: `GroupMax`
   'values': 'sign',
   'decay': 0.9,
   'alpha': 1.0,

@@ -9,7 +9,6 @@ from demo_optax.compressors.bases import (
 )
 from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
 from demo_optax.compressors.selectors import (
-  GroupMax,
   RandomSubset,
   Selector,
   Slicing,
@@ -22,7 +21,6 @@ __all__ = [
   'Basis',
   'Compressor',
   'Dct',
-  'GroupMax',
   'Hadamard',
   'Identity',
   'RandomOrthogonal',

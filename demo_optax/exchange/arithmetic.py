@@ -49,7 +49,7 @@ def accumulate_and_select(
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
       indices = _select(bucket, m, step)
-    values = topk.take(m, indices, bucket.format.grouped)
+    values = topk.take(m, indices)
     if indices is not None and not _is_sound(bucket):
       # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
@@ -68,16 +68,15 @@ def subtract(
   values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
-  grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
-    return topk.subtract(momentum, indices, values, grouped)
+    return topk.subtract(momentum, indices, values)
 
   def subtract_piece(
     momentum: jax.Array, start: chex.Numeric, rows: int
   ) -> Any:
     at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
     m = _load(momentum, start, rows)
-    return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
+    return _store(momentum, topk.subtract(m, at, leaving), start), None
 
   return _in_pieces(bucket, subtract_piece, momentum)[0]
 
@@ -112,7 +111,6 @@ def merge(
       received.valid,
       n,
       average,
-      bucket.format.grouped,
       received.weights,
     )
     if bucket.content == 'chunks':
@@ -189,4 +187,4 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
 
 def _is_sound(bucket: Bucket) -> bool:
   """Returns whether indices are in range, and in their code's order."""
-  return bucket.format.grouped or type(bucket.select) is TopK
+  return type(bucket.select) is TopK
