@@ -183,9 +183,9 @@ class Runner:
     self, *given: jax.Array
   ) -> tuple[list[jax.Array], results.Returned]:
     """Calls the step as it was written: with trees and Flax objects."""
-    bound, objects = self.call.bind(given)
+    args, kwargs, objects = self.call.bind(given)
     before = modules.variables(objects)
-    returned = self.step(*bound.args, **bound.kwargs)
+    returned = self.step(*args, **kwargs)
     modules.check_variables(before, objects)
     return results.collect(self.call, returned, objects)
 
