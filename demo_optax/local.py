@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import leaf_name
 from demo_optax._per_worker import stack_own, stays_finite
 from demo_optax.checkpoint.buckets import coding_of, cut_bucket, fill_bucket
 from demo_optax.compressors import Compressor
@@ -149,8 +148,11 @@ def local_updates(
     inside.check_in_step('The update of local_updates')
     # Parameters without a gradient are None, as in Equinox.
     params, _ = checks.params_and_like(updates, params, workers)
-    _check_shapes(updates, params)
-    updates = inside.check_own_gradients(updates)
+    if params is None:
+      raise ValueError(
+        'params must be given, got None. Call tx.update(grads, state, params).'
+      )
+    updates = checks.check_gradients(updates, params, workers)
     worker = state.worker_stacked
     expected = jax.eval_shape(init_one, _tree.mask_others(params))
     _tree.check_state(worker, expected, 0, workers)
@@ -276,24 +278,6 @@ def _inner_step(
   )
   skipped = own.skipped + jnp.logical_not(is_finite).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
-
-
-def _check_shapes(
-  gradients: chex.ArrayTree,
-  params: chex.ArrayTree | None,
-) -> None:
-  if params is None:
-    raise ValueError(
-      'params must be given, got None. Call tx.update(grads, state, params).'
-    )
-  for (path, gradient), param in zip(*_tree.flatten_alike(gradients, params)):
-    if jnp.shape(gradient) != jnp.shape(param):
-      raise ValueError(
-        f'The gradient of {leaf_name(path)} must have the shape of its'
-        f' parameter, {jnp.shape(param)}, got {jnp.shape(gradient)}. In a'
-        ' data_parallel step take one gradient, with jax.value_and_grad or'
-        ' nnx.value_and_grad.'
-      )
 
 
 # Published methods ------------------------------------------------------------

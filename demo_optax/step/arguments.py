@@ -4,7 +4,6 @@ The caller names the batches. All else is shared by the workers, except what its
 type says is one worker's own: momentum in an exchange's state, and random keys.
 """
 
-import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.roles import Role
+from demo_optax.step.roles import Role, role_of
 from demo_optax.step.trees import (
   Constant,
   Form,
@@ -229,7 +228,14 @@ def _array(
   name = keys[0]
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
   has_rows = name in options.batches and bool(struct.shape)
-  role, axis = _role(keys, struct, said, has_rows), options.axis_of(name)
+  role, axis = role_of(keys, struct, said, has_rows), options.axis_of(name)
+  if role is Role.SHARED and len(keys) == 1 and prng.is_legacy_key(struct):
+    raise ValueError(
+      f'{name} must not be a legacy random key, got uint32[2], which all'
+      ' workers would share. Pass a typed key, jax.random.key(seed) or'
+      f' jax.random.wrap_key_data({name}), into which each worker folds its'
+      ' number. Pass data of this shape in a tuple or dict.'
+    )
   sharding = None
   if workers.mesh is not None:
     sharding = workers.sharding(keys, struct.shape)
@@ -266,31 +272,6 @@ def place(
   return put(x, target)
 
 
-def _role(
-  keys: Keys,
-  x: jax.ShapeDtypeStruct,
-  said: Role | None,
-  has_rows: bool,
-) -> Role:
-  """Returns an array's role; `said` is what its variable's class says."""
-  if is_stacked(keys[1:]):
-    return Role.STACKED
-  if said in (None, Role.KEY) and prng.is_key_array(x):
-    return Role.BATCH if has_rows else Role.KEY
-  if said is not None:
-    return said
-  if has_rows:
-    return Role.BATCH
-  if len(keys) == 1 and prng.is_legacy_key(x):
-    raise ValueError(
-      f'{keys[0]} must not be a legacy random key, got uint32[2], which all'
-      ' workers would share. Pass a typed key, jax.random.key(seed) or'
-      f' jax.random.wrap_key_data({keys[0]}), into which each worker folds its'
-      ' number. Pass data of this shape in a tuple or dict.'
-    )
-  return Role.SHARED
-
-
 def _check_stacked(
   workers: Workers,
   arrays: Sequence[Array],
@@ -310,13 +291,7 @@ def _check_stacked(
 
 def _check_not_accumulated(arrays: Sequence[Array]) -> None:
   """Raises for a state that optax.MultiSteps has made."""
-  fields = {'mini_step', 'gradient_step', 'acc_grads'}
-  found = collections.defaultdict(set)  # by the path of what has them
-  for array in arrays:
-    for place, key in enumerate(array.keys):
-      if key in fields:
-        found[array.keys[:place]].add(key)
-  if fields in found.values():
+  if any('acc_grads' in array.keys for array in arrays):
     raise ValueError(
       'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
       ' got a state of it: it would exchange in every call and drop all results'

@@ -127,7 +127,7 @@ class ParamSpecs:
         f'param_specs must have a spec for the parameter {dotted(keys)}, got'
         f' specs for {textwrap.shorten(known, 200)}. Give a PartitionSpec for'
         ' every parameter (P() for replicated), in a tree of their structure;'
-        ' demo_optax.param_specs takes it from a model.'
+        ' flax.nnx.get_partition_spec takes it from a model.'
       )
     blocks = self._blocks(spec, shape)
     if blocks is None:
