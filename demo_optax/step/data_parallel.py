@@ -140,13 +140,12 @@ class DataParallelStep:
   ) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      call, program, arrays = self._open(args, kwargs)
+      _, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       if not self._has_run and jax.process_count() > 1:
         with traced_configs() as configs:
           program.trace(*arrays)
-        described = call.described | agreement.describe(configs)
-        agreement.check(self.workers, described)
+        agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
       values, returned = program(*arrays)
       return returned.form.merge(values, inner=False)[0]
@@ -207,6 +206,8 @@ class DataParallelStep:
         objects,
         variables,
       )
+      if not self._known and jax.process_count() > 1:
+        agreement.check(self.workers, call.described)
       self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
