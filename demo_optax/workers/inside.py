@@ -265,7 +265,7 @@ def _call_stacked(
   flat, treedef = jax.tree.flatten(given)
   # Updates come first.
   is_own = [keys[0] == 0 or is_stacked(keys) for keys, _ in leaves_of(given)]
-  # Some hyperparameters are numbers. What is closed over must not hold tracers.
+  # Some hyperparameters are numbers. The rule must not close over tracers.
   arrays = {n: x for n, x in enumerate(flat) if _is_array(x)}
   numbers = {n: x for n, x in enumerate(flat) if n not in arrays}
   results, result_def = jax.tree.flatten(given[:2])
@@ -286,7 +286,7 @@ def _call_stacked(
       if is_own[number] and not batched[1][number]:  # of an unused parameter
         x = jnp.broadcast_to(x, (size, *x.shape))
       everyones[number] = x
-    trees = treedef.unflatten(everyones[n] for n in range(len(flat)))
+    trees = treedef.unflatten(everyones[n] for n in range(len(is_own)))
     return jax.tree.leaves(update(*trees, workers)), [*differs]
 
   # The number is mapped wherever this is reached, so that the rule is called.
@@ -296,7 +296,7 @@ def _call_stacked(
     arrays: dict[int, jax.Array],
   ) -> list[jax.Array]:
     del index
-    return [arrays[number] for number in range(len(results))]
+    return [arrays[number] for number in range(len(differs))]
 
   one_worker.def_vmap(rule)
   updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
