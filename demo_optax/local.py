@@ -111,7 +111,12 @@ def local_updates(
     TypeError: `Workers.on_axis`.
     ValueError: `outer` makes other updates for every worker, without `drift`.
   """
-  _check_workers(workers)
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  if workers.kind == 'on_axis':
+    raise TypeError(
+      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
+      ' Give those of the data_parallel step.'
+    )
   if not callable(sync_period):
     _checks.check_positive('sync_period', sync_period)
   inner = optax.with_extra_args_support(inner)
@@ -183,15 +188,6 @@ def local_updates(
     init_fn,
     functools.partial(_tree.update_without_variables, update),
   )
-
-
-def _check_workers(workers: Workers) -> None:
-  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
-  if workers.kind == 'on_axis':
-    raise TypeError(
-      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
-      ' Give those of the data_parallel step.'
-    )
 
 
 def _outer_step(

@@ -337,10 +337,6 @@ def over_workers(
     3
   """
   axis = check_in_step('over_workers').axis
-  if not callable(reduce):
-    raise TypeError(
-      f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
-    )
 
   def over(
     path: Path,

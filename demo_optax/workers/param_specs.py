@@ -94,9 +94,10 @@ class ParamSpecs:
     return dict(self.specs)
 
   def __repr__(self) -> str:
-    named = {name for _, spec in self.specs for name in names_of(spec)}
-    inner = [name for name in self.axes if name in named]
-    return f', sharded over {", ".join(inner)}' if inner else ''
+    names = dict.fromkeys(
+      name for _, spec in self.specs for name in names_of(spec)
+    )
+    return f', sharded over {", ".join(names)}' if names else ''
 
   @property
   def axes(self) -> tuple[str, ...]:

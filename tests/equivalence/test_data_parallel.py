@@ -499,9 +499,6 @@ MISTAKES = {
     lambda: run_step(batch(6)),
     lambda: run_step(batch(0)),
   ],
-  'reduce must be a function, got .mean.': [
-    lambda: decorate(lambda x: demo_optax.over_workers(x, 'mean'))(batch())
-  ],
   'same number of rows, got .*params.w: 16': [
     lambda: run_step(batch_argnums=(0, 2))
   ],
