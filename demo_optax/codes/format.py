@@ -17,8 +17,7 @@ from demo_optax.numerics import plain, platform
 class ChunkFormat:
   """How selections from chunks with one size are written.
 
-  If all workers select the same places (`shared`), messages have no indices and
-  values are summed.
+  If all workers select the same places (`shared`), messages have no indices.
   """
 
   n: int  # coefficients in a chunk
@@ -27,12 +26,10 @@ class ChunkFormat:
   values: str = 'float32'  # the value code, one of `VALUES`
   shared: bool = False
 
-  def __post_init__(self) -> None:
-    if self.shared and self.values != 'float32':
-      raise ValueError(
-        "values must be 'float32' where all workers select the same, since an"
-        f' all-reduce sums them, got {self.values!r}. Leave values out.'
-      )
+  @property
+  def summed(self) -> bool:
+    """Whether an all-reduce sums the values, and no message has them."""
+    return self.shared and self.values == 'float32'
 
   @property
   def index_code(self) -> index_codes.IndexCode | None:

@@ -28,7 +28,7 @@ def take(coefficients: Array, indices: Array) -> Array:
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
-  """Returns coefficients `[chunks, n]`: the sums of the values at each index."""
+  """Returns coefficients `[chunks, n]`: sums of the values at each index."""
   return _spread_all(indices, values[:, None], n)[:, 0]
 
 
