@@ -36,10 +36,7 @@ def pack_bits(
   for part in _parts(width):
     per_word = _WORD // part
     words = -(-count // per_word)
-    x = numbers
-    if start:
-      x >>= jnp.uint32(start)
-    x &= jnp.uint32(2**part - 1)
+    x = (numbers >> jnp.uint32(start)) & jnp.uint32(2**part - 1)
     # [..., numbers of a word, words]
     x = plain.pad_to(x, per_word * words).reshape(*lead, per_word, words)
     shifted = x << _first_bits(part, x.ndim)
@@ -63,9 +60,7 @@ def unpack_bits(
     # [..., numbers of a word, words]
     x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
     x = x.reshape(*lead, -1)[..., :count]  # without padding
-    if start:
-      x <<= jnp.uint32(start)
-    numbers |= x
+    numbers |= x << jnp.uint32(start)
     first, start = last, start + part
   return numbers
 
