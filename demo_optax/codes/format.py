@@ -51,9 +51,11 @@ class ChunkFormat:
   def max_magnitude(self) -> float:
     """Largest magnitude that receivers accept: no transform overflows.
 
-    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64).
+    `2**127 / n`, n rounded up to a power of two. `2**1023 / n` for float64 that
+    is sent as it is.
     """
-    exponent = jnp.finfo(self.dtype).maxexp - 1
+    dtype = self.dtype if self.values == 'float32' else 'float32'
+    exponent = jnp.finfo(dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
   def num_bytes(self, chunks: int) -> int:

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax, vmap
 
 from demo_optax.numerics import one_hot, packing, plain, platform
-from demo_optax.numerics.rounding import exact_reciprocal, hidden, mul_no_fma
+from demo_optax.numerics.rounding import (
+  bits_of,
+  exact_reciprocal,
+  hidden,
+  mul_no_fma,
+)
 
 Average = Literal['senders', 'workers']
 
@@ -43,28 +48,21 @@ def top_k_of_tiles(
   """
   chunks, n = magnitudes.shape
   largest = _largest if by_counting else top_k  # in tiles again
-  keys = magnitudes
-  if by_counting:
-    # Numbers that are not negative sort like their bits.
-    bits = jnp.int64 if keys.dtype.itemsize == 8 else jnp.int32
-    keys = lax.bitcast_convert_type(keys, bits)
-  tiles = keys.reshape(chunks, n // size, size)
-  if by_counting:
-    maxima = keys
-    while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
-      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
-  else:
-    maxima = jnp.max(tiles, axis=2)
+  maxima = magnitudes
+  while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
+    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
+  tiles = magnitudes.reshape(chunks, n // size, size)
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
   places = largest(candidates, k)
-  tile = packing.take(chosen, places >> (size.bit_length() - 1))
-  return tile * size + (places & (size - 1))
+  tile = packing.take(chosen, places // size)
+  return tile * size + places % size
 
 
-def _largest(keys: Array, k: int) -> Array:
+def _largest(magnitudes: Array, k: int) -> Array:
   """Returns where the `k` largest are, ascending; among equals the first."""
-  n = keys.shape[1]
+  n = magnitudes.shape[1]
+  keys = bits_of(magnitudes)  # sort like the magnitudes: none is negative
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
@@ -154,8 +152,7 @@ def merge(
     else:
       share = exact_reciprocal(everyone, len(values), values.dtype)
       mean = mul_no_fma(share, total)
-    mean = platform.laid_out(mean, in_lanes=True)
-    return mean.reshape(len(mean), -1)[:, :n], distinct
+    return platform.laid_out(mean, in_lanes=True), distinct
 
   workers, counted = len(values), present[:, None, None]
   if weights is not None:

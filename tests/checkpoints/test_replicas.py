@@ -179,7 +179,6 @@ def test_digest():
 )
 def test_digests_of_contents_are_those_of_any_layout(dtype, monkeypatch):
   """NumPy's, on one device, and in blocks, some of which are held twice."""
-  monkeypatch.setattr(packing, '_AT_ONCE', 20)
   shape = () if '0' in dtype else (24, 8)
   x = np.asarray(random(dtype.split()[0], shape))
   mesh = make_mesh()
