@@ -13,8 +13,6 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import GroupMax
 from demo_optax.numerics import groups, platform, topk
 
-pytestmark = pytest.mark.core
-
 
 def expected(x, k):
   """Of coefficients g, g + k, g + 2k, ... the first of the largest."""

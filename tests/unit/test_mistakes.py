@@ -12,8 +12,6 @@ import demo_optax
 from demo_optax import compressors
 from demo_optax.codes.format import ChunkFormat
 
-pytestmark = pytest.mark.core
-
 N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}
