@@ -321,6 +321,8 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
 
 
 def matrix_compressor(s: Settings) -> Any:
+  if s['cyclic'] is not None:
+    return compressors.cyclic_signs(s['cyclic'])
   if s['topk'] is None:
     return compressors.full()
   return largest(s, 64, s['topk'])

@@ -174,12 +174,20 @@ def compress(m, limit, select, padding, values, basis=dct_matrix):
     part = m[where]
     block[: part.shape[0], : part.shape[1]] = part
     c = basis(a) @ block @ basis(b).T
-    flat = c.T.reshape(-1)  # the column frequency is the slow index
-    mask = np.zeros(flat.shape, bool)
-    mask[select(flat)] = True
-    sent = np.zeros_like(flat)
-    sent[mask] = read_as(flat[mask], values)
-    chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
+    # The column frequency is the slow index; elements are in their order.
+    flat = (c if basis is np.eye else c.T).reshape(-1)
+    chosen = np.sort(select(flat))  # those beyond the chunk are zeros
+    size = max(len(flat), chosen[-1] + 1)
+    mask = np.zeros(size, bool)
+    mask[chosen] = True
+    sent = np.pad(flat, (0, size - len(flat)))
+    sent[mask] = read_as(sent[mask], values)
+    sent = np.where(mask, sent, 0)[: len(flat)]
+    mask = mask[: len(flat)]
+    if basis is np.eye:
+      chunks.append((sent.reshape(a, b), mask.reshape(a, b)))
+    else:
+      chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
   return chunks
 
 
@@ -218,6 +226,7 @@ class Oracle:
     of=None,
     places=None,
     delayed=False,
+    error_feedback=True,
   ):
     self.shape = tuple(shape)
     rule = limit, topk, padding, values, np.dtype(dtype).itemsize
@@ -228,6 +237,7 @@ class Oracle:
     self.m = np.zeros((workers, *self.matrix), dtype)
     _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
+    self.error_feedback = error_feedback
     # What is on its way: what each worker has sent, and the sum of it.
     self.delayed, self.sent = delayed, np.zeros_like(self.m)
     self.late = np.zeros(self.matrix)
@@ -278,7 +288,9 @@ class Oracle:
         own = expand(
           [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis
         )
-      if self.delayed:
+      if not self.error_feedback:
+        self.m[at] = 0
+      elif self.delayed:
         self.sent[at] = self.alpha * own
       else:
         self.m[at] = self.m[at] - self.alpha * own

@@ -17,8 +17,7 @@ from demo_optax.numerics import groups, plain, platform
 class ChunkFormat:
   """How selections from chunks with one size are written.
 
-  If all workers select the same places (`shared`), messages have no indices and
-  values are summed.
+  If all workers select the same places (`shared`), messages have no indices.
   """
 
   n: int  # coefficients in a chunk
@@ -28,12 +27,10 @@ class ChunkFormat:
   shared: bool = False
   grouped: bool = False  # one of each of k groups is selected (`GroupMax`)
 
-  def __post_init__(self) -> None:
-    if self.shared and self.values != 'float32':
-      raise ValueError(
-        "values must be 'float32' where all workers select the same, since an"
-        f' all-reduce sums them, got {self.values!r}. Leave values out.'
-      )
+  @property
+  def summed(self) -> bool:
+    """Whether an all-reduce sums the values, and no message has them."""
+    return self.shared and self.values == 'float32'
 
   @property
   def index_code(self) -> index_codes.IndexCode | None:

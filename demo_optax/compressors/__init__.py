@@ -7,8 +7,15 @@ from demo_optax.compressors.bases import (
   Identity,
   RandomOrthogonal,
 )
-from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
+from demo_optax.compressors.compressor import (
+  FROZEN,
+  Compressor,
+  cyclic_signs,
+  dct_topk,
+  full,
+)
 from demo_optax.compressors.selectors import (
+  Cyclic,
   GroupMax,
   RandomSubset,
   Selector,
@@ -21,6 +28,7 @@ __all__ = [
   'FROZEN',
   'Basis',
   'Compressor',
+  'Cyclic',
   'Dct',
   'GroupMax',
   'Hadamard',
@@ -31,6 +39,7 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
+  'cyclic_signs',
   'dct_topk',
   'full',
 ]

@@ -69,6 +69,7 @@ class Bucket:
   split_axes: tuple[str, ...]
   num_devices: int
   size: int  # chunks of all its leaves; elements, if dense
+  error_feedback: bool = True  # whether momentum keeps what is not sent
 
   @property
   def num_chunks(self) -> int:
@@ -100,6 +101,12 @@ class Bucket:
   def shape(self) -> tuple[int, int]:
     """Shape of the array on one device."""
     return self.rows, self.format.n
+
+  @property
+  def merged_shape(self) -> tuple[int, int]:
+    """Shape after merging: without the places that no worker selects."""
+    of_chunk = self.format.k if self.format.shared else self.format.n
+    return self.rows, of_chunk
 
   @property
   def unit(self) -> tuple[int, ...]:
@@ -522,6 +529,7 @@ def _empty_bucket(
     split_axes=tuple(split),
     num_devices=math.prod(split.values()),
     size=0,
+    error_feedback=compressor.error_feedback,
   )
 
 

@@ -14,7 +14,10 @@ import numpy as np
 from jax import Array
 
 from demo_optax import _checks
-from demo_optax.numerics import groups, topk
+from demo_optax.numerics import groups, plain, topk
+
+# Elements of a row of `Cyclic`: the columns of a chunk of 64x64.
+_ROW = 64
 
 
 class Selector(Protocol):
@@ -193,3 +196,66 @@ class Slicing(_Share):
     starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
     start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
     return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cyclic:
+  """One of `period` parts of every row of a chunk, the next one at each step.
+
+  A chunk is read as rows of some 64 elements, filled with zeros, and each row
+  is a part further than the row before: parts of one step have elements of all
+  rows and of all columns of a chunk of 64x64. So they have full rank, which
+  fewer rows or columns do not have.
+
+  Attributes:
+    period: parts of a row, at least 2.
+  """
+
+  shared: ClassVar[bool] = True
+  period: int
+
+  def __post_init__(self) -> None:
+    _checks.check_positive('period', self.period, 2)
+
+  def _shape(self, n: int) -> tuple[int, int, int]:
+    """Returns the numbers of rows, parts of a row, and elements of a part."""
+    width = -(-min(n, _ROW) // self.period)
+    return -(-n // (self.period * width)), self.period, width
+
+  def _is_selected(self, rows: int, step: Array) -> Array:
+    """Returns which part of each row is selected, bool `[rows, parts, 1]`."""
+    # A row of a period, since a sum with the step could overflow.
+    row = np.arange(rows)[:, None] % self.period
+    part = np.arange(self.period)
+    turn = ((part - row) % self.period).astype(np.int32)  # [rows, parts]
+    return (step % self.period == turn)[:, :, None]
+
+  def count(self, n: int) -> int:
+    rows, _, width = self._shape(n)
+    return rows * width
+
+  def take(self, x: Array, step: Array) -> Array:
+    """Returns the elements `[chunks, k]` selected from `[chunks, n]`."""
+    chunks, n = x.shape
+    rows, parts, width = self._shape(n)
+    x = plain.pad_to(x, rows * parts * width, axis=1)
+    x = x.reshape(chunks, rows, parts, width)
+    selected = plain.where(self._is_selected(rows, step), x, 0)
+    return jnp.sum(selected, axis=2).reshape(chunks, -1)
+
+  def put(self, selected: Array, n: int, step: Array) -> Array:
+    """Undoes `take`, with zeros elsewhere."""
+    chunks = len(selected)
+    rows, _, width = self._shape(n)
+    # [chunks, rows, parts, width]
+    parts = selected.reshape(chunks, rows, 1, width)
+    x = plain.where(self._is_selected(rows, step), parts, 0)
+    return x.reshape(chunks, -1)[:, :n]
+
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
+    n = coefficients.shape[1]
+    return self.take(jnp.arange(n, dtype=jnp.int32)[None], step)

@@ -52,7 +52,8 @@ class WorkerState(NamedTuple):
   """A worker's state between exchanges by bucket name, stacked over workers."""
 
   # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
-  # axes inside a worker; float32 (float64 for float64 parameters).
+  # axes inside a worker; float32 (float64 for float64 parameters). Without
+  # error feedback a bucket has none.
   momentum: dict[str, chex.Array]
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.
@@ -118,8 +119,9 @@ class ExchangeConfig:
     """The state of one device, as `jax.ShapeDtypeStruct`s."""
     momentum = {}
     for bucket in self.layout.buckets:
-      dtype = bucket.format.dtype
-      momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
+      if bucket.error_feedback:
+        dtype = bucket.format.dtype
+        momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
     residuals = self.owners.residuals if self.owners else {}
     message = self.packer.shapes if self.delayed else {}
     return WorkerState(momentum, residuals, message)
@@ -149,7 +151,9 @@ def exchange(
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
-  momentum = [state.momentum[bucket.name] for bucket in buckets]
+  momentum = [state.momentum.get(bucket.name) for bucket in buckets]
+  # The step in which what is merged now was selected.
+  sent_at = hyper.step - int(config.delayed)
 
   def give(
     number: int,
@@ -159,10 +163,12 @@ def exchange(
     valid: Array,
   ) -> None:
     """Subtracts sent values from a bucket's momentum, if `given`."""
-    bucket, device = buckets[number], devices[number]
+    bucket, device, held = buckets[number], devices[number], momentum[number]
+    if held is None:
+      return
     values = rounding.mul_no_fma(hyper.alpha, values)
     values = plain.where(given, values, 0)
-    rest = arithmetic.subtract(bucket, momentum[number], indices, values)
+    rest = arithmetic.subtract(bucket, held, indices, values, sent_at)
     momentum[number] = layout.clear_padding(number, rest, device, valid)
 
   last = []
@@ -204,7 +210,7 @@ def exchange(
   if config.delayed:
     arrived, included = group.send_and_receive(state.message, early=True)
     if included is not None:
-      _take_back(buckets, momentum, last, included, valid, hyper)
+      _take_back(buckets, momentum, last, included, valid, hyper, sent_at)
     for name, words in message.items():
       waiting[name] = plain.where(valid, words, 0)  # empty if excluded
   else:
@@ -224,7 +230,6 @@ def exchange(
       bucket,
       selections,
       config.average,
-      hyper.step,
       # A program that only decodes has no gradients.
       unused if group.is_one_program else None,
     )
@@ -242,6 +247,8 @@ def exchange(
 
   updates: dict[int, Array] = {}
   for i, (bucket, update) in enumerate(zip(buckets, merged)):
+    if bucket.format.shared:
+      update = arithmetic.place(bucket, update, sent_at)
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
@@ -252,7 +259,10 @@ def exchange(
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
-  by_name = {bucket.name: m for bucket, m in zip(buckets, momentum)}
+  by_name = {}
+  for bucket, held in zip(buckets, momentum):
+    if held is not None:
+      by_name[bucket.name] = held
   state = WorkerState(by_name, residual, waiting)
   return [updates[i] for i in sorted(updates)], state, metrics
 
@@ -271,22 +281,26 @@ def _read_own(
 
 def _take_back(
   buckets: Sequence[Bucket],
-  momentum: list[Array],
+  momentum: list[Array | None],
   last: Sequence[Received],
   included: Array,
   valid: Array,
   hyper: Hyper,
+  sent_at: Array,
 ) -> None:
   """Adds what was in a message that did not arrive to the momentum.
 
   It has decayed since, as if it had stayed there.
   """
   for i, (indices, values, sound, _) in enumerate(last):
+    if (held := momentum[i]) is None:
+      continue
     values = rounding.mul_no_fma(hyper.alpha, values)
     decayed = rounding.mul_no_fma(hyper.decay, values)
     lost = plain.where(valid, decayed, values)
     lost = plain.where(sound & ~included, lost, 0)
-    momentum[i] = arithmetic.subtract(buckets[i], momentum[i], indices, -lost)
+    back = arithmetic.subtract(buckets[i], held, indices, -lost, sent_at)
+    momentum[i] = back
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (

@@ -4,7 +4,8 @@ Every worker owns a share of the chunks. It merges what all workers selected
 from them, inverts the transform, and broadcasts one uint32 array:
 
     for every bucket:
-      values    of the owner's chunks, [chunks, n], by a value code (`values`)
+      values    of the owner's chunks, [chunks, n], by a value code (`values`);
+                [chunks, k] of the places that all workers select
     report      float32: valid workers, the energies of all messages, and for
                 every bucket how many different coefficients were sent
     zeros       up to a multiple of 512 bytes
@@ -33,7 +34,8 @@ from demo_optax.workers import Group
 class UpdatePacker:
   """Packs updates for one owner's chunks, and unpacks those from all owners.
 
-  Buckets with shared places have no owners and are skipped.
+  Buckets whose values are summed have no owners and are skipped. Where all
+  workers select the same places, updates of these alone are written.
   """
 
   buckets: tuple[Bucket, ...]
@@ -45,10 +47,10 @@ class UpdatePacker:
     """By bucket number, the part that one owner writes."""
     shares = {}
     for number, bucket in enumerate(self.buckets):
-      if bucket.format.shared:
+      if bucket.format.summed:
         continue
-      n, dtype = bucket.format.n, bucket.format.dtype
-      everything = ChunkFormat(n, n, dtype, self.values)
+      size = bucket.merged_shape[1]
+      everything = ChunkFormat(size, size, bucket.format.dtype, self.values)
       share = bucket.share(self.num_owners)
       shares[number] = dataclasses.replace(share, format=everything)
     return shares
@@ -71,7 +73,9 @@ class UpdatePacker:
     """An owner's residuals by bucket name, as shapes and dtypes."""
     residuals = {}
     if self.values not in WITHOUT_RESIDUAL:
-      for share in self.shares.values():
+      for number, share in self.shares.items():
+        if self.buckets[number].format.shared:
+          continue  # the next updates have other places
         shape = share.num_chunks, share.format.n
         residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
     return residuals

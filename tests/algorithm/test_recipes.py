@@ -157,8 +157,8 @@ def rms(x):
 
 
 def default_rms(fan_in):
-  """The length of an update at a rate of one; a 64th is sent."""
-  return (fan_in * (1 - 0.9 * (1 - 1 / 64))) ** -0.5
+  """The length of an update at a rate of one; an eighth is sent."""
+  return (fan_in / 8) ** -0.5
 
 
 @jax.numpy_dtype_promotion('standard')  # optax' Muon
@@ -762,7 +762,10 @@ def test_a_momentum_in_bfloat16():
   ]
   kept = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in states]
   assert kept[0] - kept[1] == 2 * 64 * 32 * 2  # of each worker's matrix half
-  wide, narrow = (demo_optax.state.momentum(s)['w'] for s in states)
+  wide, narrow = (
+    next(x for x in jax.tree.leaves(s) if x.shape == (2, 64, 32))
+    for s in states
+  )
   assert not np.array_equal(wide, narrow)
   np.testing.assert_allclose(narrow, wide, atol=0.02 * np.abs(wide).max())
   chex.assert_trees_all_equal_shapes_and_dtypes(states[1], before)
@@ -785,7 +788,7 @@ def test_boxes_of_linen():
   'case', [pytest.param('stack', marks=pytest.mark.slow), 'sharded']
 )
 def test_matrices_without_gradients_come_to_rest(case):
-  """Experts that get no tokens, and no momentum moves them for long."""
+  """Experts that get no tokens, and no momentum moves them."""
   rng = np.random.default_rng(12)
   experts = jnp.asarray(rng.normal(size=(3, 64, 64)), jnp.float32)
   if case == 'sharded':
@@ -809,7 +812,7 @@ def test_matrices_without_gradients_come_to_rest(case):
   # The first expert has gradients of one worker only, the second of none after
   # a while, the third always.
   sizes = []
-  for number in range(130):
+  for number in range(6):
     g = rng.normal(size=(2, 3, 64, 64)).astype(np.float32)
     if number >= 3:
       g[1, 0] = 0
@@ -818,8 +821,8 @@ def test_matrices_without_gradients_come_to_rest(case):
     sizes.append(np.sqrt(np.square(updates['experts']).mean((1, 2))))
   sizes = np.array(sizes) / default_rms(64)
   np.testing.assert_allclose(sizes[:, [0, 2]], 1, rtol=1e-5)
-  np.testing.assert_allclose(sizes[:40, 1], 1, rtol=1e-5)
-  assert np.all(sizes[120:, 1] < 0.02)
+  np.testing.assert_allclose(sizes[:3, 1], 1, rtol=1e-5)
+  assert np.all(sizes[3:, 1] == 0)
 
 
 def test_a_single_leaf_that_is_no_matrix():

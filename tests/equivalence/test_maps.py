@@ -43,6 +43,7 @@ QUICK = 'optimization_level=0' in os.environ['XLA_FLAGS']
 BAD = {1: 2, 4: 0}  # the worker whose gradient is not finite, by steps
 SHAPES = {'w': (16, 24), 'b': (5,)}
 COMPRESSOR = demo_optax.dct_topk(8, 3)
+CYCLIC = {'w': demo_optax.compressors.cyclic_signs(4), 'b': COMPRESSOR}
 
 
 def with_codes(values):
@@ -52,9 +53,9 @@ def with_codes(values):
   )
 
 
-def owners(update_values):
+def owners(update_values, compressor=COMPRESSOR):
   return lambda workers: demo_optax.scale_by_demo(
-    COMPRESSOR,
+    compressor,
     0.9,
     workers=workers,
     exchange='all_to_all',
@@ -134,6 +135,10 @@ EXCHANGES = {
     0.9,
     workers=workers,
   ),
+  'cyclic': lambda workers: demo_optax.scale_by_demo(
+    CYCLIC, 0.9, workers=workers, average='workers'
+  ),
+  'cyclic, owners': owners('float32', CYCLIC),
   'weighted': weighted(
     lambda workers: demo_optax.scale_by_demo(
       {'w': COMPRESSOR, 'b': None}, 0.9, workers=workers
@@ -369,6 +374,8 @@ SOME = {
   'delayed': ['2x4 explicit', 'step auto', 'checked', 'vmap'],
   'demo_muon, delayed': ['step explicit', 'unchecked'],
   'groups': ['2x4 auto', 'checked'],
+  'cyclic': ['2x4 explicit', 'step auto', 'checked', 'vmap'],
+  'cyclic, owners': ['step 2x4 auto', 'explicit', 'unchecked'],
   'per_worker': ['step 2x4 explicit', 'checked', 'pmap'],
   'weighted': ['step 2x4 auto', 'explicit', 'checked'],
   'average': ['step 2x4 auto', 'auto'],
