@@ -305,7 +305,8 @@ def test_what_is_replicated_inside_crosses_once():
   """
   mesh = mesh_of({'replica': 2, 'local': 4})
   many = demo_optax.Workers.on_mesh(mesh, 'replica')
-  shapes = {name: SHAPES[name] for name in FEW}
+  leaves = (*FEW, 'gain', 'scalar')  # of which two are sent whole
+  shapes = {name: SHAPES[name] for name in leaves}
   params = random_tree(9, shapes)
   plan = demo_optax.plan(params, COMPRESSOR, many)
   one = demo_optax.plan(params, COMPRESSOR, 2)
@@ -332,7 +333,7 @@ def test_what_is_replicated_inside_crosses_once():
   compiled = jax.jit(tx.update).lower(*args).compile()
   updates, _ = compiled(*args)
   simulated = demo_optax.Workers.simulated(2)
-  (expected,), *_ = run(simulated, 1, exchange, '2d', leaves=FEW)
+  (expected,), *_ = run(simulated, 1, exchange, '2d', leaves=leaves)
   assert_same_bits(updates, expected)
   assert_devices_agree(updates)
   moved = {
