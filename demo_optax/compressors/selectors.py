@@ -206,7 +206,7 @@ class Cyclic:
     rows, parts, width = self._shape(n)
     x = plain.pad_to(x, rows * parts * width, axis=1)
     x = x.reshape(chunks, rows, parts, width)
-    selected = plain.where(self._is_selected(rows, step), x, 0)
+    selected = jnp.where(self._is_selected(rows, step), x, 0)
     return jnp.sum(selected, axis=2).reshape(chunks, -1)
 
   def put(self, selected: Array, n: int, step: Array) -> Array:
@@ -215,7 +215,7 @@ class Cyclic:
     rows, _, width = self._shape(n)
     # [chunks, rows, parts, width]
     parts = selected.reshape(chunks, rows, 1, width)
-    x = plain.where(self._is_selected(rows, step), parts, 0)
+    x = jnp.where(self._is_selected(rows, step), parts, 0)
     return x.reshape(chunks, -1)[:, :n]
 
   def __call__(
