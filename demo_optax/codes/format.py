@@ -10,7 +10,7 @@ from jax import Array
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.value_codes import CODES, ValueCode
-from demo_optax.numerics import plain, platform
+from demo_optax.numerics import platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +108,10 @@ class ChunkFormat:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = code.decode(data[..., split:], chunks)
     edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-    good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
+    good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
     good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return plain.where(valid[..., None, None], indices, first), values, valid
+    return jnp.where(valid[..., None, None], indices, first), values, valid

@@ -13,7 +13,7 @@ last bit. With a chunk's values v, and its scale s in bfloat16:
     ternary   1.6             0          -1, 0 or 1: for updates alone
 
 Levels are clipped to their range. Scales and bfloat16 values that are subnormal
-(below 2^-126) are decoded as zero. Values come clipped, so that no sum, scale or
+(below 2^-126) are decoded as zero. Values come clipped, so that no sum and no
 product overflows: see `ChunkFormat.max_magnitude`.
 
 Equal values must give equal bits in every program. Compilers may contract a
@@ -160,7 +160,7 @@ class Ternary(ValueCode):
     powers = lax.broadcast_to_rank(_POWERS, words.ndim)
     digits = words // powers % jnp.uint32(3)  # [..., 20, words]
     known = words < jnp.uint32(3**_PER_WORD)
-    signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
+    signs = jnp.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
     signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
     signs = signs[..., : chunks * self.k].astype(self.dtype)
     return signs.reshape(*lead, chunks, self.k)
@@ -173,7 +173,7 @@ def _nearest_levels(
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)  # [..., 1]
   scales = _round(largest.astype(jnp.float32) * np.float32(1 / limit))
-  inverse = plain.where(scales > 0, 1 / scales, 0).astype(values.dtype)
+  inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
   # The scale may have been rounded down.
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
@@ -183,7 +183,7 @@ def _signs(
   limit: int,
 ) -> tuple[Array, Array]:
   """Returns the signs, and the mean magnitude, the least-squares scale."""
-  levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
+  levels = jnp.where(values >= 0, jnp.full_like(values, limit), -limit)
   return levels, _round(_mean_magnitude(values))
 
 
@@ -213,7 +213,7 @@ def _without_subnormals(x: Array) -> Array:
 
   Some devices and threads flush them. A subnormal scale has no finite inverse.
   """
-  return plain.where(jnp.abs(x) < float(_TINY), 0, x)
+  return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
 def _to_halves(x: Array) -> Array:

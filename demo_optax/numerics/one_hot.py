@@ -24,7 +24,7 @@ def take(coefficients: Array, indices: Array) -> Array:
   table = padded.reshape(chunks, number, _COLUMNS)
   # [chunks, k, columns]: the row with each selected coefficient
   of_each = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
-  return jnp.sum(plain.where(columns, of_each, 0), axis=2)
+  return jnp.sum(jnp.where(columns, of_each, 0), axis=2)
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
@@ -41,7 +41,7 @@ def add_up(
   """
   _, chunks, _ = values.shape
   present = jnp.broadcast_to(present[:, None, None], values.shape)
-  values = plain.where(present, values, 0)
+  values = jnp.where(present, values, 0)
   both = jnp.stack([values, present.astype(values.dtype)])
   # [chunks, 2, workers * k]
   both = jnp.moveaxis(both, 2, 0).reshape(chunks, 2, -1)
@@ -55,7 +55,7 @@ def _spread_all(indices: Array, values: Array, n: int) -> Array:
   chunks, arrays, k = values.shape
   rows, columns = _one_hot(indices, n)
   # [chunks, arrays, rows, k]
-  in_rows = plain.where(rows[:, None], values[:, :, None], 0)
+  in_rows = jnp.where(rows[:, None], values[:, :, None], 0)
   in_rows = in_rows.reshape(chunks, -1, k)
   tables = _product(in_rows, columns.astype(values.dtype))
   return tables.reshape(chunks, arrays, -1)[..., :n]  # without padding

@@ -100,10 +100,10 @@ def places_of_ones(ones: Array, k: int) -> Array:
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
-  before = jnp.max(plain.where(passed, until[:, None], 0), axis=2)
+  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   places = _WORD * word + _place_in_word(within, rank - before)
-  return plain.where(word < number, places, size)
+  return jnp.where(word < number, places, size)
 
 
 def take(x: Array, places: Array) -> Array:
@@ -132,8 +132,8 @@ def _place_in_word(
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
     count = lax.population_count(low).astype(jnp.int32)
     above = rank >= count
-    rank = plain.where(above, rank - count, rank)
-    place = plain.where(above, place + width, place)
+    rank = jnp.where(above, rank - count, rank)
+    place = jnp.where(above, place + width, place)
   return place
 
 

@@ -66,8 +66,8 @@ def _largest(magnitudes: Array, k: int) -> Array:
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
-  order = plain.where(keys == threshold, order, 0)
-  order = plain.where(keys > threshold, n + 1, order)
+  order = jnp.where(keys == threshold, order, 0)
+  order = jnp.where(keys > threshold, n + 1, order)
   last = _kth_largest(order, k, (n + 1).bit_length())
   return packing.places_of_ones(order >= last, k)
 
@@ -81,7 +81,7 @@ def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
-    return plain.where(_count(keys >= trial) >= k, trial, reached)
+    return jnp.where(_count(keys >= trial) >= k, trial, reached)
 
   return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
@@ -156,7 +156,7 @@ def merge(
 
   workers, counted = len(values), present[:, None, None]
   if weights is not None:
-    weights = plain.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.where(present, weights.astype(values.dtype), 0)
     weights = jnp.broadcast_to(weights[:, None, None], values.shape)
 
   def shares_of(indices: Array | None) -> Array:
@@ -169,11 +169,11 @@ def merge(
     return exact_reciprocal(senders, workers, values.dtype)
 
   shares = shares_of(indices)
-  one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
     shares = shares_of(None)
-  values = plain.where(counted, mul_no_fma(shares, values), 0)
+  values = jnp.where(counted, mul_no_fma(shares, values), 0)
   return _add_in_turn(indices, values, n), distinct
 
 
@@ -206,7 +206,7 @@ def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
     total = vmap(lambda own: take(dense, own))(indices)
   # Compilers divide by constants in some programs, and multiply in others.
-  return weights / hidden(plain.where(total > 0, total, 1), weights)
+  return weights / hidden(jnp.where(total > 0, total, 1), weights)
 
 
 def _count_senders(indices: Array, counted: Array, n: int) -> Array:
