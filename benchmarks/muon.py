@@ -60,7 +60,6 @@ DEFAULTS: dict[str, Any] = {
   # recipe: the exchange
   'cyclic': None,  # period of `cyclic_signs` of matrices, instead of top-k
   'topk': 32,  # of 64x64 chunks; None: everything
-  'groups': False,  # True: `GroupMax`
   'values': 'sign',
   'decay': 0.9,
   'alpha': 1.0,

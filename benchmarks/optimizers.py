@@ -329,10 +329,9 @@ def matrix_compressor(s: Settings) -> Any:
 
 
 def largest(s: Settings, chunk: Any, k: int) -> Any:
-  """Returns a compressor: the largest of a chunk, or one of each group."""
-  select = compressors.GroupMax(k) if s['groups'] else compressors.TopK(k)
+  """Returns a compressor: the largest of a chunk."""
   return compressors.Compressor(
-    select, compressors.Dct(), chunk, values=s['values']
+    compressors.TopK(k), compressors.Dct(), chunk, values=s['values']
   )
 
 

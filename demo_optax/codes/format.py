@@ -10,7 +10,7 @@ from jax import Array
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.value_codes import CODES, ValueCode
-from demo_optax.numerics import groups, plain, platform
+from demo_optax.numerics import plain, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,6 @@ class ChunkFormat:
   dtype: str  # of the coefficients
   values: str = 'float32'  # the value code, one of `VALUES`
   shared: bool = False
-  grouped: bool = False  # one of each of k groups is selected (`GroupMax`)
 
   @property
   def summed(self) -> bool:
@@ -37,9 +36,6 @@ class ChunkFormat:
     """The code for indices; None if none are sent."""
     if self.shared or self.k == self.n:
       return None
-    if self.grouped:  # of the place in each group
-      places = groups.num_places(self.n, self.k)
-      return index_codes.FixedWidth(places, self.k)
     return index_codes.cheapest(self.n, self.k)
 
   @property
@@ -82,8 +78,6 @@ class ChunkFormat:
     most = self.max_magnitude / 2
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
-      if self.grouped:
-        indices = groups.places(indices)
       data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
@@ -92,8 +86,8 @@ class ChunkFormat:
   ) -> tuple[Array | None, Array, Array]:
     """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
-    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and,
-    unless grouped, ascending; or None. Also values `[workers, chunks, k]`, and
+    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and
+    ascending; or None. Also values `[workers, chunks, k]`, and
     bool `[workers]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
@@ -111,11 +105,8 @@ class ChunkFormat:
     if (code := self.index_code) is None:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = code.decode(data[..., split:], chunks)
-    if self.grouped:
-      indices = groups.indices(indices)  # distinct by construction
-    else:
-      edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-      good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
+    edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
+    good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
     good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace

@@ -16,7 +16,6 @@ from demo_optax.compressors.compressor import (
 )
 from demo_optax.compressors.selectors import (
   Cyclic,
-  GroupMax,
   RandomSubset,
   Selector,
   Slicing,
@@ -30,7 +29,6 @@ __all__ = [
   'Compressor',
   'Cyclic',
   'Dct',
-  'GroupMax',
   'Hadamard',
   'Identity',
   'RandomOrthogonal',

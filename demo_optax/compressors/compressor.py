@@ -155,10 +155,9 @@ class Compressor:
     """Returns the selection from the grid's chunks, or the whole leaf."""
     n, name = grid.chunk_size, jnp.dtype(dtype).name
     k = select.count(n)
-    grouped = isinstance(select, selectors.GroupMax) and k < n
     sparse = LeafChunks(
       grid,
-      ChunkFormat(n, k, name, self.values, select.shared, grouped),
+      ChunkFormat(n, k, name, self.values, select.shared),
     )
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse

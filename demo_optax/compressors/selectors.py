@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from demo_optax import _checks
-from demo_optax.numerics import groups, plain, topk
+from demo_optax.numerics import plain, topk
 
 # Elements of a row of `Cyclic`: the columns of a chunk of 64x64.
 _ROW = 64
@@ -81,40 +81,6 @@ class TopK:
   ) -> Array:
     del step
     return topk.top_k(coefficients, self.count(coefficients.shape[1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupMax:
-  """The coefficient with the largest magnitude in each group.
-
-  A chunk has `k` groups: group g has the coefficients g, g + k, g + 2k, ... An
-  index takes `ceil(log2(ceil(n / k)))` bits, 6 for 64 out of 4096, where `TopK`
-  takes 7.98. For
-  GPUs and TPUs: nothing is sorted, and TPUs scatter and gather nothing. Losses
-  are near those of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a
-  group').
-
-  Attributes:
-    k: number of groups, at least 1; a chunk with fewer coefficients sends all.
-  """
-
-  shared: ClassVar[bool] = False
-  k: int
-
-  def __post_init__(self) -> None:
-    _checks.check_positive('k', self.k)
-
-  def count(self, n: int) -> int:
-    return min(self.k, n)
-
-  def __call__(
-    self,
-    coefficients: Array,
-    step: Array,
-  ) -> Array:
-    del step
-    k = self.count(coefficients.shape[1])
-    return groups.indices(groups.largest(coefficients, k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +166,15 @@ class Slicing(_Share):
 
 @dataclasses.dataclass(frozen=True)
 class Cyclic:
-  """One of `period` parts of every row of a chunk, the next one at each step.
+  """Every `period`-th diagonal of a chunk, the next ones at each step.
 
-  A chunk is read as rows of some 64 elements, filled with zeros, and each row
-  is a part further than the row before: parts of one step have elements of all
-  rows and of all columns of a chunk of 64x64. So they have full rank, which
-  fewer rows or columns do not have.
+  A chunk is read as rows of some 64 elements, filled with zeros. Each row is
+  one element further in its turns than the row before: what is sent in a step
+  has elements in all rows and in all columns of a chunk of 64x64, and full
+  rank, which an eighth of its rows or columns has not.
 
   Attributes:
-    period: parts of a row, at least 2.
+    period: steps until all has been selected, at least 2.
   """
 
   shared: ClassVar[bool] = True
@@ -218,38 +184,35 @@ class Cyclic:
     _checks.check_positive('period', self.period, 2)
 
   def _shape(self, n: int) -> tuple[int, int, int]:
-    """Returns the numbers of rows, parts of a row, and elements of a part."""
-    width = -(-min(n, _ROW) // self.period)
-    return -(-n // (self.period * width)), self.period, width
+    """Returns the numbers of rows, of turns in a row, and the period."""
+    turns = -(-min(n, _ROW) // self.period)
+    return -(-n // (turns * self.period)), turns, self.period
 
   def _is_selected(self, rows: int, step: Array) -> Array:
-    """Returns which part of each row is selected, bool `[rows, parts, 1]`."""
-    # A row of a period, since a sum with the step could overflow.
-    row = np.arange(rows)[:, None] % self.period
-    part = np.arange(self.period)
-    turn = ((part - row) % self.period).astype(np.int32)  # [rows, parts]
-    return (step % self.period == turn)[:, :, None]
+    """Returns whose turn it is, bool `[rows, 1, period]`."""
+    row, place = np.arange(rows)[:, None], np.arange(self.period)
+    turn = ((place - row) % self.period).astype(np.int32)  # [rows, period]
+    return (step % self.period == turn)[:, None]
 
   def count(self, n: int) -> int:
-    rows, _, width = self._shape(n)
-    return rows * width
+    rows, turns, _ = self._shape(n)
+    return rows * turns
 
   def take(self, x: Array, step: Array) -> Array:
     """Returns the elements `[chunks, k]` selected from `[chunks, n]`."""
     chunks, n = x.shape
-    rows, parts, width = self._shape(n)
-    x = plain.pad_to(x, rows * parts * width, axis=1)
-    x = x.reshape(chunks, rows, parts, width)
-    selected = plain.where(self._is_selected(rows, step), x, 0)
-    return jnp.sum(selected, axis=2).reshape(chunks, -1)
+    shape = self._shape(n)
+    x = plain.pad_to(x, math.prod(shape), axis=1).reshape(chunks, *shape)
+    selected = plain.where(self._is_selected(shape[0], step), x, 0)
+    return jnp.sum(selected, axis=3).reshape(chunks, -1)
 
   def put(self, selected: Array, n: int, step: Array) -> Array:
     """Undoes `take`, with zeros elsewhere."""
     chunks = len(selected)
-    rows, _, width = self._shape(n)
-    # [chunks, rows, parts, width]
-    parts = selected.reshape(chunks, rows, 1, width)
-    x = plain.where(self._is_selected(rows, step), parts, 0)
+    rows, turns, _ = self._shape(n)
+    x = selected.reshape(chunks, rows, turns, 1)
+    # [chunks, rows, turns, period]
+    x = plain.where(self._is_selected(rows, step), x, 0)
     return x.reshape(chunks, -1)[:, :n]
 
   def __call__(

@@ -70,7 +70,7 @@ def _chosen(
   if bucket.format.shared:
     return None, _take_shared(bucket, c, step)
   indices = _select(bucket, c, step)
-  values = topk.take(c, indices, bucket.format.grouped)
+  values = topk.take(c, indices)
   return indices, _or_nan(bucket, indices, values)
 
 
@@ -90,18 +90,17 @@ def subtract(
   step: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]`, sent at a step, from momentum."""
-  grouped = bucket.format.grouped
   if bucket.format.shared and bucket.format.k < bucket.format.n:
     values = _spread_shared(bucket, values, step)
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
-    return topk.subtract(momentum, indices, values, grouped)
+    return topk.subtract(momentum, indices, values)
 
   def subtract_piece(
     momentum: jax.Array, start: chex.Numeric, rows: int
   ) -> Any:
     at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
     m = _load(momentum, start, rows)
-    return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
+    return _store(momentum, topk.subtract(m, at, leaving), start), None
 
   return _in_pieces(bucket, subtract_piece, momentum)[0]
 
@@ -142,7 +141,6 @@ def merge(
       received.valid,
       n,
       average,
-      bucket.format.grouped,
       received.weights,
     )
     if bucket.content == 'chunks':
@@ -249,4 +247,4 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
 
 def _is_sound(bucket: Bucket) -> bool:
   """Returns whether indices are in range, and in their code's order."""
-  return bucket.format.grouped or type(bucket.select) is TopK
+  return type(bucket.select) is TopK

@@ -166,11 +166,6 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
-def adds_tables() -> bool:
-  """Returns whether groups are merged as tables. CPUs scatter faster."""
-  return of() != 'cpu'
-
-
 def sorts_flags() -> bool:
   """Returns whether a sort joins flags. XLA:CPU copies ands into each use."""
   return of() == 'cpu'

@@ -3,13 +3,12 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from types import ModuleType
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax, vmap
 
-from demo_optax.numerics import groups, one_hot, packing, plain, platform
+from demo_optax.numerics import one_hot, packing, plain, platform
 from demo_optax.numerics.rounding import exact_reciprocal, hidden, mul_no_fma
 
 Average = Literal['senders', 'workers']
@@ -101,38 +100,30 @@ def _count(mask: Array) -> Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def _by_tables(grouped: bool) -> ModuleType | None:
-  """Returns the module of tables in place of gathers and scatters, or None."""
-  if not platform.by_product():
-    return None
-  return groups if grouped else one_hot
-
-
-def take(
-  coefficients: Array, indices: Array | None, grouped: bool = False
-) -> Array:
+def take(coefficients: Array, indices: Array | None) -> Array:
   """Returns the values `[chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients
-  return (_by_tables(grouped) or packing).take(coefficients, indices)
+  if platform.by_product():
+    return one_hot.take(coefficients, indices)
+  return packing.take(coefficients, indices)
 
 
 def subtract(
   coefficients: Array,
   indices: Array | None,
   values: Array,
-  grouped: bool = False,
 ) -> Array:
   """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
-  if tables := _by_tables(grouped):
+  if platform.by_product():
     n = coefficients.shape[1]
-    return coefficients - tables.spread(indices, values, n)
+    return coefficients - one_hot.spread(indices, values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
     -values,
     unique_indices=True,
-    indices_are_sorted=not grouped,
+    indices_are_sorted=True,
     mode='promise_in_bounds',
     wrap_negative_indices=False,
   )
@@ -144,7 +135,6 @@ def merge(
   present: Array,
   n: int,
   average: Average,
-  grouped: bool = False,
   weights: Array | None = None,
 ) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
@@ -156,11 +146,8 @@ def merge(
   were sent, float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  tables = _by_tables(grouped)
-  if grouped and platform.adds_tables():
-    tables = groups
-  if indices is not None and tables and weights is None:
-    total, senders = tables.add_up(indices, values, present, n)
+  if indices is not None and platform.by_product() and weights is None:
+    total, senders = one_hot.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
@@ -178,7 +165,7 @@ def merge(
   def shares_of(indices: Array | None) -> Array:
     """Returns shares in each coefficient, or without indices in all."""
     if weights is not None:
-      return _weighted_shares(indices, weights, n, grouped)
+      return _weighted_shares(indices, weights, n)
     senders = everyone
     if indices is not None and workers > 1:
       senders = _count_senders(indices, counted, n)
@@ -190,12 +177,10 @@ def merge(
   if average == 'workers':
     shares = shares_of(None)
   values = plain.where(counted, mul_no_fma(shares, values), 0)
-  return _add_in_turn(indices, values, n, grouped), distinct
+  return _add_in_turn(indices, values, n), distinct
 
 
-def _add_in_turn(
-  indices: Array | None, values: Array, n: int, grouped: bool
-) -> Array:
+def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   """Adds values `[workers, chunks, k]` at their places; dense `[chunks, n]`.
 
   Deterministic on every backend: workers are added one after the other, and
@@ -205,7 +190,7 @@ def _add_in_turn(
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
-    return subtract(total, own, -values[worker], grouped)
+    return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
@@ -213,18 +198,16 @@ def _add_in_turn(
   return lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
 
 
-def _weighted_shares(
-  indices: Array | None, weights: Array, n: int, grouped: bool
-) -> Array:
+def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
   """Returns shares of `weights [workers, chunks, k]` in those of all senders.
 
   Without indices every worker has sent every value.
   """
   if indices is None:
-    total = _add_in_turn(None, weights, weights.shape[2], grouped)[None]
+    total = _add_in_turn(None, weights, weights.shape[2])[None]
   else:
-    dense = _add_in_turn(indices, weights, n, grouped)  # [chunks, n]
-    total = vmap(lambda own: take(dense, own, grouped))(indices)
+    dense = _add_in_turn(indices, weights, n)  # [chunks, n]
+    total = vmap(lambda own: take(dense, own))(indices)
   # Compilers divide by constants in some programs, and multiply in others.
   return weights / hidden(plain.where(total > 0, total, 1), weights)
 

@@ -80,6 +80,11 @@ def unpack(data: bytes) -> Header | None:
   return Header(*_HEADER.unpack(data)[1:])
 
 
+def name_of(rank: int) -> str:
+  """Returns how a program is named in logs and errors."""
+  return 'a follower' if rank == FOLLOWER else f'worker {rank}'
+
+
 def digest(*parts: bytes | memoryview) -> bytes:
   """Returns a digest of byte strings, one after the other."""
   found = hashlib.blake2b(digest_size=CHAIN)
@@ -178,12 +183,14 @@ def keys_for(address: str, path: str | None) -> Keys | None:
     raise ValueError(
       f'keys must be given for a relay at {address}, which other hosts reach.'
       ' Make a file for it and one for each worker with python -m'
-      ' demo_optax.remote keys FOLDER, or use tcp://127.0.0.1:PORT.'
+      ' demo_optax.remote --workers N --write-keys FOLDER, or use'
+      ' tcp://127.0.0.1:PORT.'
     )
   try:
     return Keys(**json.loads(pathlib.Path(path).read_text()))
-  except (ValueError, TypeError) as error:
+  except (OSError, ValueError, TypeError) as error:
     raise ValueError(
-      f'{path} must be a file of keys, which python -m demo_optax.remote keys'
-      f' FOLDER writes, got something else ({error}).'
+      f'keys must be a file of keys, got {path} ({error}). Make one for the'
+      ' relay and for each worker: python -m demo_optax.remote --workers N'
+      ' --write-keys FOLDER.'
     ) from error

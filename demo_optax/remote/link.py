@@ -27,8 +27,8 @@ _LOG = logging.getLogger('demo_optax.remote')
 _SLICE = 100  # milliseconds in a wait, between which signals are handled
 _ASK = 1.0  # seconds after which an answer is asked for again
 _ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
-_WARN = 30.0  # seconds without an answer between warnings
-_GRACE = 0.5  # seconds for a step to end after a signal
+_WARN = 30  # seconds without an answer between warnings
+_GRACE = 5  # slices in which a step may end after a signal
 _BEAT = 5.0  # seconds in which the first process of several says something
 
 _Answer = tuple[Header, list[bytes]]
@@ -60,13 +60,13 @@ class Link:
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
+    self.rank = frames.FOLLOWER if rank is None else rank
+    self._name = frames.name_of(self.rank)
     self._address = address
-    self._rank = frames.FOLLOWER if rank is None else rank
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text, self._steps = b'', 0  # of the last hello
-    self._signal_at = math.inf  # when a signal came
-    self._waits_since = 0.0  # since when one waits for a list or a state
+    self._slices_left = math.inf  # in which one still waits after a signal
     self._largest = 0  # bytes of a message
     self._taken = b''  # chain of the state that was taken last
     self._pushing = threading.Thread()
@@ -114,7 +114,6 @@ class Link:
     self._hello_again()
 
   def _hello_again(self) -> None:
-    self._waits_since = time.monotonic()
     last = self.position.last
     header, _ = self._ask(frames.HELLO, self._steps, self._text, *last)
     self.open, self._largest = header.round, header.number
@@ -129,7 +128,6 @@ class Link:
         f'A message must have at most {self._largest:,} bytes, got'
         f' {len(body):,}. Start the relay with a larger --max-message.'
       )
-    self._waits_since = time.monotonic()
     kind = frames.MESSAGE if body else frames.LISTEN
     header, closed = self._ask(kind, 0, body)
     self.open = header.number
@@ -141,7 +139,7 @@ class Link:
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
-    _LOG.warning('worker %d has another state than the others', self._rank)
+    _LOG.warning('%s has another state than the others', self._name)
     self.position = Position()
     self.parted += 1
 
@@ -153,8 +151,7 @@ class Link:
 
   def state(self) -> memoryview:
     """Returns the shared state of another worker, and takes its position."""
-    _LOG.info('worker %d takes the state of another worker', self._rank)
-    self._waits_since = time.monotonic()
+    _LOG.info('%s takes the state of another worker', self._name)
     while True:
       source, parts = self._pull()
       digest, body = parts[: frames.CHAIN], parts[frames.CHAIN :]
@@ -224,17 +221,17 @@ class Link:
     try:
       yield
     finally:
-      self._signal_at = math.inf
+      self._slices_left = math.inf
       for number, handler in former.items():
         signal.signal(number, handler)
 
   def _hear(self, handler: Callable[..., None], *signal_and_frame: Any) -> None:
-    self._signal_at = min(self._signal_at, time.monotonic())
+    self._slices_left = min(self._slices_left, _GRACE)
     handler(*signal_and_frame)
 
   def _heed_signals(self) -> None:
-    both_since = max(self._signal_at, self._waits_since)
-    if time.monotonic() - both_since > _GRACE:
+    self._slices_left -= 1
+    if self._slices_left < 0:
       raise KeyboardInterrupt(
         'A signal has ended the wait for the relay; the arrays of the step are'
         ' as they were before.'
@@ -244,7 +241,7 @@ class Link:
 
   def _header(self, kind: int, number: int = 0) -> Header:
     at = self.position
-    return Header(kind, self._rank, at.round, number, at.chain, self._program)
+    return Header(kind, self.rank, at.round, number, at.chain, self._program)
 
   def _ask(self, kind: int, number: int = 0, *bodies: bytes) -> _Answer:
     """Returns the answer to a request; says hello to a relay that is new."""
@@ -257,13 +254,13 @@ class Link:
         raise Behind
       if answer.kind != frames.UNKNOWN:
         return answer, found
-      _LOG.info('the relay is a new one; worker %d says hello', self._rank)
+      _LOG.info('the relay is a new one; %s says hello', self._name)
       if not self.position.chain:  # it must say which arrays it has now
         self.open = -1
         raise Behind
       self._hello_again()
       is_open = self.open <= self.position.round
-      if is_open and kind == frames.LISTEN and self._rank != frames.FOLLOWER:
+      if is_open and kind == frames.LISTEN and self.rank != frames.FOLLOWER:
         raise NotClosedError  # perhaps nobody else can send a message
 
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
@@ -274,7 +271,7 @@ class Link:
     if kind == frames.MESSAGE:  # it is there, unless it was lost
       later = [again._replace(kind=frames.LISTEN).pack()]
     seconds = _ASK_LARGE if kind in (frames.HELLO, frames.PULL) else _ASK
-    began = warned = time.monotonic()
+    heard = time.monotonic()  # or warned
     frame, ask_at = whole, 0.0
     while True:
       now = time.monotonic()
@@ -291,21 +288,21 @@ class Link:
           continue
         if _fits(answer, header):
           return answer, found
-        began = warned = now
+        heard = now
         if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
           ask_at = now
           if answer.round == header.round:
             frame = whole
         elif kind == frames.HELLO and answer.kind == frames.AGAIN:
           ask_at = now + _ASK / 2
-      elif now - warned > _WARN:
-        warned = now
+      elif now - heard > _WARN:
+        heard = now
         _LOG.warning(
-          'no answer from the relay at %s for %.0f s. Is it running, and is'
-          ' this the key of worker %d?',
+          'no answer from the relay at %s for %d s. Is it running, and is this'
+          ' the key of %s?',
           self._address,
-          warned - began,
-          self._rank,
+          _WARN,
+          self._name,
         )
 
   def _reason(self, reason: bytes, *run: bytes) -> str:
@@ -316,7 +313,7 @@ class Link:
       text.decode('utf-8', 'replace').splitlines()
       for text in (self._text, *run)
     )
-    lines = [f'Worker {self._rank} must run what the others run, got']
+    lines = [f'{self._name} must run what the others run, got']
     lines += [f'  {line}' for line in ours if line not in theirs]
     lines.append('where the run has')
     lines += [f'  {line}' for line in theirs if line not in ours]

@@ -78,7 +78,6 @@ _ROUNDS, _SECONDS = 5, 2.0
 _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
 _STALE = 60.0  # seconds after which a state that does not arrive is given up
-_FOLLOWERS = 10_000  # more are not answered
 _LINES = 20  # of one kind in the log in a minute, and one of each worker
 _LINE = 300  # characters in it
 
@@ -143,6 +142,10 @@ class _Member:
   def follows(self) -> bool:
     return self.rank == frames.FOLLOWER
 
+  @property
+  def name(self) -> str:
+    return frames.name_of(self.rank)
+
 
 class Rounds:
   """A run, without its connections."""
@@ -178,8 +181,9 @@ class Rounds:
     self._members: dict[int | bytes, _Member] = {}
     self._lists.drop(self.round)
     self._drop_state()
-    self._began = 0.0  # when the first hello, or message of the round, came
-    self._last_seen = self._last_closed = 0.0
+    # When the first hello, or message of the round, came; or the round began.
+    self._began = 0.0
+    self._last_closed = 0.0
 
   def take(
     self, identity: bytes, key_rank: int | None, head: bytes, *bodies: bytes
@@ -213,6 +217,7 @@ class Rounds:
         return self._refuse(identity, rank, _SAME_RANK.format(rank))
       if now - member.heard < _SECONDS:
         return self._send(identity, Header(frames.AGAIN, rank))
+      self._say('worker %d was started again', rank)
     if header.kind == frames.HELLO and bodies:
       text, *last = bodies
       self._hello(key, _Member(identity, now, header, text, last))
@@ -248,20 +253,22 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    count = sum(bool(member.body) for _, member in members)
+    workers = [member for _, member in members if not member.follows]
+    joining = [member for member in workers if member.joins]
+    sent = [member for member in workers if member.body]
     is_over = now - self._began > self._limit
-    is_complete = all(m.body for _, m in members if m.awaited)
-    if count >= self.options.quorum and (is_complete or is_over):
+    is_complete = all(m.body for m in workers if m.awaited)
+    # Those that join are there, and wait for a state.
+    is_quorum = len(sent) + len(joining) >= self.options.quorum
+    if sent and is_quorum and (is_complete or is_over):
       self._close(now)
-    some_join = False
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
-      some_join |= member.joins and not member.follows
     patience = max(self.options.start, 3 * self._limit)
-    if some_join and now - self._last_seen > patience:
+    if joining and now - self._began > patience:
       self._say('all workers have left the run')
       self.forget()
 
@@ -273,23 +280,18 @@ class Rounds:
       return self._refuse(member.identity, rank, reason)
     if self._text not in (b'', member.text):
       return self._refuse_text(member, self._text)
-    old = self._members.get(key)
     if member.follows:
       if not self._text:
         return self._send(member.identity, Header(frames.AGAIN, rank))
-      if len(self._members) >= self.options.workers + _FOLLOWERS:
-        return
-    elif old is None or old.hello.program != header.program:
+    elif not header.again:
       self._say('worker %d says hello, round %d', rank, header.round)
-      if old is not None:
-        self._refuse(old.identity, rank, _SAME_RANK.format(rank))
     if self._text and header.round > self.round and not member.follows:
       self._say('worker %d is back from a longer run', rank)
       self.forget()
     self._members[key] = member
     if self._text:
-      was_awaited = old is not None and old.awaited
-      member.awaited = was_awaited and self._lists.lead_from(header)
+      # One that asks again may have come before the run.
+      member.awaited = header.again and self._lists.lead_from(header)
       self._welcome(member)
     else:
       self._began = self._began or member.heard
@@ -303,7 +305,7 @@ class Rounds:
       found = first[:_LINE].decode('utf-8', 'replace')
       return (
         f'count must be that of the relay, {expected.decode()}, got {found}'
-        f' from worker {member.rank}. Start the worker with the count of the'
+        f' from {member.name}. Start it with the count of the'
         ' relay, or the relay with other --workers, and both with one version'
         ' of demo_optax.'
       )
@@ -353,7 +355,7 @@ class Rounds:
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
-    self._began, self._last_seen = 0.0, self._clock()
+    self._began = self._clock()
     self._say('round %d, %d workers', number, len(members))
 
   def _welcome(self, member: _Member) -> None:
@@ -383,8 +385,6 @@ class Rounds:
       # It will ask for a state, unless somebody else has sent this.
       self._send(identity, Header(frames.GONE, member.rank, self.round))
       return
-    if not member.follows:
-      self._last_seen = self._clock()
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
@@ -425,7 +425,7 @@ class Rounds:
       self._say('round %d without %s', number, sorted(missing))
     if self._last_closed:
       self._seconds.append(now - self._last_closed)
-    self._last_closed = now
+    self._last_closed = self._began = now
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
     self._drop_lists()
@@ -548,7 +548,7 @@ class Rounds:
     which it can make no use.
     """
     if not member.joins:
-      self._say('worker %d joins', member.rank)
+      self._say('%s joins', member.name)
     member.joins, member.awaited = True, False
     state = self._usable_state
     part = []
@@ -576,7 +576,7 @@ class Rounds:
 
   def _refuse_text(self, member: _Member, run: bytes) -> None:
     """Refuses a worker that does not exchange what others do in the run."""
-    reason = f'worker {member.rank} has another configuration'
+    reason = f'{member.name} has another configuration'
     self._refuse(member.identity, member.rank, reason, run)
 
   def _say(self, text: str, *values: object) -> None:

@@ -191,7 +191,7 @@ class Workers:
         program that trains nothing (`demo_optax.remote.follow`).
       count: the most workers that there can be. More than needed make programs
         larger, not messages.
-      keys: this worker's file from `python -m demo_optax.remote keys`, needed
+      keys: this worker's file from `demo_optax.remote --write-keys`, needed
         beyond loopback.
       mesh: this worker's devices, if there are several, with Auto axes. All
         workers' meshes must have one shape. If the worker has

@@ -77,13 +77,13 @@ def slicing_places(n, step):
 
 
 def cyclic_places(n, step):
-  """Of five parts of rows; those beyond the chunk are zeros."""
+  """Every fifth diagonal; places beyond the chunk are zeros."""
   if n == 1:
     return [0]
-  part = math.ceil(min(n, 64) / 5)
-  places = np.arange(math.ceil(n / (5 * part)) * 5 * part)
-  row, column = np.divmod(places, 5 * part)
-  return places[column // part == (step + row) % 5]
+  length = math.ceil(min(n, 64) / 5) * 5
+  places = np.arange(math.ceil(n / length) * length)
+  row, column = np.divmod(places, length)
+  return places[column % 5 == (step + row) % 5]
 
 
 SUBSETS = {  # all workers send the same places of a chunk

@@ -125,16 +125,6 @@ EXCHANGES = {
   ),
   'average': lambda workers: demo_optax.average_gradients(workers=workers),
   'owners': owners('ternary'),
-  'groups': lambda workers: demo_optax.scale_by_demo(
-    demo_optax.Compressor(
-      demo_optax.compressors.GroupMax(4),
-      demo_optax.compressors.Dct(),
-      8,
-      values='int8',
-    ),
-    0.9,
-    workers=workers,
-  ),
   'cyclic': lambda workers: demo_optax.scale_by_demo(
     CYCLIC, 0.9, workers=workers, average='workers'
   ),
@@ -367,7 +357,6 @@ SOME = {
     'step 2x4 auto',
   ],
   'demo_muon, delayed': ['step explicit', 'auto', 'unchecked'],
-  'groups': ['explicit', 'checked', '2x4 auto'],
   'per_worker': [
     'auto',
     'checked',

@@ -35,8 +35,6 @@ def accelerator(request):
       )
     ),
     ('second', 'explicit'),
-    ('groups', 'vmap'),
-    ('groups', 'checked'),
     ('owners', 'auto'),
     ('demo', 'checked'),
     ('demo_muon', 'explicit'),

@@ -320,8 +320,9 @@ def test_the_table_has_all_events():
 
 
 @pytest.mark.parametrize('old_lives', (True, False))
-def test_a_worker_that_is_started_again_at_once(old_lives):
+def test_a_worker_that_is_started_again_at_once(old_lives, caplog):
   """Its new program gets in when the old one is silent, or else is refused."""
+  caplog.set_level('INFO')
   desk = Desk()
   awaited(desk)
   new = Worker(desk, 0)
@@ -335,7 +336,24 @@ def test_a_worker_that_is_started_again_at_once(old_lives):
   *asked, last = new.answers
   assert set(asked) <= {'AGAIN', 'REFUSED'} and asked[0] == 'AGAIN'
   assert last == ('REFUSED' if old_lives else 'WELCOME')
-  assert desk.one.answers[-1] == ('WELCOME' if old_lives else 'REFUSED')
+  log = caplog.text
+  assert ('refused' in log, 'was started again' in log) == (
+    old_lives,
+    not old_lives,
+  )
+  desk.one.send(frames.PAUSE)
+  assert desk.one.answers == ['WELCOME'] + ['REFUSED'] * (not old_lives)
+
+
+def test_a_quorum_while_one_joins():
+  """It needs a state, which is sent after a round: it counts as one of them."""
+  desk = Desk(quorum=WORKERS)
+  awaited(desk)
+  desk.one.chain = b'x' * frames.CHAIN
+  desk.round_of(desk.others)
+  assert desk.rounds.round == 0
+  desk.one.send(frames.PULL, b'')
+  assert desk.rounds.round == 1
 
 
 def test_any_number_of_later_joins():
