@@ -106,8 +106,6 @@ def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
 
 
 LEVELS = {'int8': 127, 'int4': 7, 'sign': 1}
-BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
-FLOAT32_MAX = np.finfo(np.float32).max
 TINY = np.finfo(np.float32).tiny
 
 
@@ -123,32 +121,22 @@ def read_as(v, values):
   if values == 'float32':
     return v
   if values == 'bfloat16':
-    cut = np.clip(v, -BFLOAT16_MAX, BFLOAT16_MAX).astype(np.float32)
+    cut = v.astype(np.float32)
     rounded = np.array([to_bfloat16(x) for x in cut])
     return np.where(np.abs(cut) < TINY, 0, rounded).astype(v.dtype)
   limit, v = LEVELS[values], np.where(np.abs(v) < TINY, 0, v)
   if values == 'sign':
     scale = mean_in_pairs(np.abs(v))
   else:
-    scale = float32(np.abs(v).max()) * np.float32(1 / limit)
+    scale = np.float32(np.abs(v).max()) * np.float32(1 / limit)
   if not scale >= TINY:
     return np.zeros_like(v)
-  scale = to_bfloat16(min(scale, FLOAT32_MAX / np.float32(limit)))
-  if not np.isfinite(np.float64(scale) * limit) or (
-    np.float64(scale) * limit > FLOAT32_MAX
-  ):  # rounded up out of the range
-    below = scale.view(np.uint32) - np.uint32(1 << 16)
-    scale = below.view(np.float32)
+  scale = to_bfloat16(scale)
   if values == 'sign':
     return (np.where(v >= 0, 1, -1) * scale).astype(v.dtype)
   inverse = np.float32(1) / scale
   levels = np.clip(np.round(v * inverse.astype(v.dtype)), -limit, limit)
   return levels * scale.astype(v.dtype)
-
-
-def float32(x):
-  with np.errstate(over='ignore'):
-    return np.float32(x)
 
 
 def mean_in_pairs(x):
@@ -157,7 +145,7 @@ def mean_in_pairs(x):
   while width < len(x):
     width *= 2
   total = np.zeros(width, np.float32)
-  total[: len(x)] = np.minimum(x, FLOAT32_MAX / np.float32(width))
+  total[: len(x)] = x
   while len(total) > 1:
     total = total[: len(total) // 2] + total[len(total) // 2 :]
   return total[0] * np.float32(1 / len(x))

@@ -10,7 +10,7 @@ from jax import Array
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.value_codes import CODES, ValueCode
-from demo_optax.numerics import plain, platform
+from demo_optax.numerics import platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,11 @@ class ChunkFormat:
   def max_magnitude(self) -> float:
     """Largest magnitude that receivers accept: no transform overflows.
 
-    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64).
+    `2**127 / n`, n rounded up to a power of two. `2**1023 / n` for float64 that
+    is sent as it is.
     """
-    exponent = jnp.finfo(self.dtype).maxexp - 1
+    dtype = self.dtype if self.values == 'float32' else 'float32'
+    exponent = jnp.finfo(dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
   def num_bytes(self, chunks: int) -> int:
@@ -106,10 +108,10 @@ class ChunkFormat:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = code.decode(data[..., split:], chunks)
     edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-    good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
+    good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
     good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return plain.where(valid[..., None, None], indices, first), values, valid
+    return jnp.where(valid[..., None, None], indices, first), values, valid

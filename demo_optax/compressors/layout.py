@@ -447,7 +447,7 @@ class Layout:
       if bucket.num_devices == 1:
         old = lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        projected = plain.where(valid, projected, old)
+        projected = jnp.where(valid, projected, old)
         coefficients = plain.put(coefficients, projected, start)
         continue
       # The chunks of this device are unknown when traced: project all of them
@@ -460,7 +460,7 @@ class Layout:
         at_edge = bucket.of_device(jnp.asarray(flags), device)
         projected = project(coefficients)
         changes = at_edge[:, None] & valid
-        coefficients = plain.where(changes, projected, coefficients)
+        coefficients = jnp.where(changes, projected, coefficients)
     return coefficients
 
   def _spans(self, number: int) -> dict[ChunkGrid, tuple[int, int]]:

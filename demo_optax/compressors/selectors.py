@@ -203,7 +203,7 @@ class Cyclic:
     chunks, n = x.shape
     shape = self._shape(n)
     x = plain.pad_to(x, math.prod(shape), axis=1).reshape(chunks, *shape)
-    selected = plain.where(self._is_selected(shape[0], step), x, 0)
+    selected = jnp.where(self._is_selected(shape[0], step), x, 0)
     return jnp.sum(selected, axis=3).reshape(chunks, -1)
 
   def put(self, selected: Array, n: int, step: Array) -> Array:
@@ -212,7 +212,7 @@ class Cyclic:
     rows, turns, _ = self._shape(n)
     x = selected.reshape(chunks, rows, turns, 1)
     # [chunks, rows, turns, period]
-    x = plain.where(self._is_selected(rows, step), x, 0)
+    x = jnp.where(self._is_selected(rows, step), x, 0)
     return x.reshape(chunks, -1)[:, :n]
 
   def __call__(

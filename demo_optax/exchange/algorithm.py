@@ -167,7 +167,7 @@ def exchange(
     if held is None:
       return
     values = rounding.mul_no_fma(hyper.alpha, values)
-    values = plain.where(given, values, 0)
+    values = jnp.where(given, values, 0)
     rest = arithmetic.subtract(bucket, held, indices, values, sent_at)
     momentum[number] = layout.clear_padding(number, rest, device, valid)
 
@@ -212,7 +212,7 @@ def exchange(
     if included is not None:
       _take_back(buckets, momentum, last, included, valid, hyper, sent_at)
     for name, words in message.items():
-      waiting[name] = plain.where(valid, words, 0)  # empty if excluded
+      waiting[name] = jnp.where(valid, words, 0)  # empty if excluded
   else:
     arrived, included = group.send_and_receive(message)
     # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
@@ -297,8 +297,8 @@ def _take_back(
       continue
     values = rounding.mul_no_fma(hyper.alpha, values)
     decayed = rounding.mul_no_fma(hyper.decay, values)
-    lost = plain.where(valid, decayed, values)
-    lost = plain.where(sound & ~included, lost, 0)
+    lost = jnp.where(valid, decayed, values)
+    lost = jnp.where(sound & ~included, lost, 0)
     back = arithmetic.subtract(buckets[i], held, indices, -lost, sent_at)
     momentum[i] = back
 
@@ -447,12 +447,12 @@ def _averages(
   averages = {}
   scalars = [valid.astype(jnp.int32)]
   if weight is not None:
-    scalars.append(plain.where(valid, weight, 0))
+    scalars.append(jnp.where(valid, weight, 0))
   for axes, members in groups.items():
     terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     if weight is not None:
       terms = [rounding.mul_no_fma(weight, term) for term in terms]
-    terms = [plain.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
     if axes:
       totals = sums(terms, group.axis)
     else:  # the first group
@@ -493,4 +493,4 @@ def _metrics(
 
 
 def _ratio(a: Array, b: Array) -> Array:
-  return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)
+  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

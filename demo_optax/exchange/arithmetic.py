@@ -49,7 +49,7 @@ def accumulate_and_select(
     if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
     else:
-      m = plain.where(valid, add(None, old), old)
+      m = jnp.where(valid, add(None, old), old)
     return _store(momentum, m, start), _chosen(bucket, m, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
@@ -79,7 +79,7 @@ def _or_nan(bucket: Bucket, indices: jax.Array, values: jax.Array) -> jax.Array:
   if _is_sound(bucket):
     return values
   inside = (indices >= 0) & (indices < bucket.format.n)
-  return plain.where(inside, values, jnp.full_like(values, jnp.nan))
+  return jnp.where(inside, values, jnp.full_like(values, jnp.nan))
 
 
 def subtract(
@@ -151,7 +151,7 @@ def merge(
   # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
-  zero = plain.where(count < 0, jnp.ones_like(zero), zero)
+  zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
   if unused is not None and unused.shape == updates.shape:
     updates = plain.overwritten(unused, updates)
@@ -242,7 +242,7 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   if _is_sound(bucket):
     return indices
   n = bucket.format.n
-  return jnp.sort(plain.where(indices < 0, indices + n, indices), axis=1)
+  return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
 
 
 def _is_sound(bucket: Bucket) -> bool:

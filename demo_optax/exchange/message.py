@@ -194,7 +194,7 @@ class Packer:
       message[self.name] = self._join_words(packed, valid, scalars)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
-      energies = plain.where(jnp.isfinite(energies), energies, 0)
+      energies = jnp.where(jnp.isfinite(energies), energies, 0)
       one = jnp.ones((1,), dtype)
       vectors = []
       for number in members:
@@ -203,7 +203,7 @@ class Packer:
         vectors = [rounding.mul_no_fma(weight, vector) for vector in vectors]
       scalars = jnp.concatenate([energies, *own_weight]).astype(dtype)
       vector = jnp.concatenate([*vectors, one, scalars])
-      message[SUMMED + dtype] = plain.where(valid, vector, 0)
+      message[SUMMED + dtype] = jnp.where(valid, vector, 0)
     return message, sent
 
   def _encode(
@@ -288,7 +288,7 @@ class Packer:
       words = arrived[self.name].reshape(group.size, -1)
       received, valid, sent = self._read_words(words, group)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
-      sent = plain.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
+      sent = jnp.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
       energies += jnp.sum(sent, axis=0)
     for dtype, members in self.summed.items():
       sums = arrived[SUMMED + dtype]
@@ -356,7 +356,7 @@ def is_weight(x: Array) -> Array:
 
 def as_rows(words: Array) -> Array:
   """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
-  return plain.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
+  return jnp.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
 def energy(x: Array) -> Array:

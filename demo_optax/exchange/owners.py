@@ -26,7 +26,6 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
-from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
 
@@ -100,11 +99,11 @@ class UpdatePacker:
       old = residuals.get(share.name)
       if old is not None:
         zeros = jnp.zeros_like(update)
-        update = plain.where(someone, update + old, zeros)
+        update = jnp.where(someone, update + old, zeros)
       words, decoded = share.format.encode(None, update)
       packed.append(words)
       if old is not None:
-        kept[share.name] = plain.where(someone, update - decoded, old)
+        kept[share.name] = jnp.where(someone, update - decoded, old)
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in self.shares])
     scalars = jnp.concatenate([count, report.energies, distinct])
@@ -133,7 +132,7 @@ class UpdatePacker:
     for part, (number, share) in zip(parts, self.shares.items()):
       # [owners, chunks, n]
       _, values, sound = share.format.decode(part, share.num_chunks)
-      values = plain.where(sound[:, None, None] & someone, values, 0)
+      values = jnp.where(sound[:, None, None] & someone, values, 0)
       chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
     totals = jnp.sum(scalars[:, 1 + ENERGIES :], axis=0)

@@ -41,14 +41,11 @@ def of(mesh: Mesh | None = None) -> str:
 
 
 def _platform_of(mesh: Mesh | None) -> str:
-  # Also of an ahead-of-time topology, which has no devices here.
-  own = getattr(mesh, 'abstract_mesh', None)
-  for abstract_mesh in (own, jax.sharding.get_abstract_mesh()):
-    if (device := getattr(abstract_mesh, 'abstract_device', None)) is not None:
-      return device.platform
   if mesh is not None:
     return mesh.devices.flat[0].platform
-  device = jax.config.values['jax_default_device']
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is None:
+    device = jax.config.values['jax_default_device']
   if isinstance(device, str):
     return device
   return getattr(device, 'platform', None) or jax.default_backend()

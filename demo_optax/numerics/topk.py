@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax, vmap
 
 from demo_optax.numerics import one_hot, packing, plain, platform
-from demo_optax.numerics.rounding import exact_reciprocal, hidden, mul_no_fma
+from demo_optax.numerics.rounding import (
+  bits_of,
+  exact_reciprocal,
+  hidden,
+  mul_no_fma,
+)
 
 Average = Literal['senders', 'workers']
 
@@ -43,33 +48,26 @@ def top_k_of_tiles(
   """
   chunks, n = magnitudes.shape
   largest = _largest if by_counting else top_k  # in tiles again
-  keys = magnitudes
-  if by_counting:
-    # Numbers that are not negative sort like their bits.
-    bits = jnp.int64 if keys.dtype.itemsize == 8 else jnp.int32
-    keys = lax.bitcast_convert_type(keys, bits)
-  tiles = keys.reshape(chunks, n // size, size)
-  if by_counting:
-    maxima = keys
-    while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
-      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
-  else:
-    maxima = jnp.max(tiles, axis=2)
+  maxima = magnitudes
+  while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
+    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
+  tiles = magnitudes.reshape(chunks, n // size, size)
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
   places = largest(candidates, k)
-  tile = packing.take(chosen, places >> (size.bit_length() - 1))
-  return tile * size + (places & (size - 1))
+  tile = packing.take(chosen, places // size)
+  return tile * size + places % size
 
 
-def _largest(keys: Array, k: int) -> Array:
+def _largest(magnitudes: Array, k: int) -> Array:
   """Returns where the `k` largest are, ascending; among equals the first."""
-  n = keys.shape[1]
+  n = magnitudes.shape[1]
+  keys = bits_of(magnitudes)  # sort like the magnitudes: none is negative
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
-  order = plain.where(keys == threshold, order, 0)
-  order = plain.where(keys > threshold, n + 1, order)
+  order = jnp.where(keys == threshold, order, 0)
+  order = jnp.where(keys > threshold, n + 1, order)
   last = _kth_largest(order, k, (n + 1).bit_length())
   return packing.places_of_ones(order >= last, k)
 
@@ -83,7 +81,7 @@ def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
-    return plain.where(_count(keys >= trial) >= k, trial, reached)
+    return jnp.where(_count(keys >= trial) >= k, trial, reached)
 
   return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
@@ -154,12 +152,11 @@ def merge(
     else:
       share = exact_reciprocal(everyone, len(values), values.dtype)
       mean = mul_no_fma(share, total)
-    mean = platform.laid_out(mean, in_lanes=True)
-    return mean.reshape(len(mean), -1)[:, :n], distinct
+    return platform.laid_out(mean, in_lanes=True), distinct
 
   workers, counted = len(values), present[:, None, None]
   if weights is not None:
-    weights = plain.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.where(present, weights.astype(values.dtype), 0)
     weights = jnp.broadcast_to(weights[:, None, None], values.shape)
 
   def shares_of(indices: Array | None) -> Array:
@@ -172,11 +169,11 @@ def merge(
     return exact_reciprocal(senders, workers, values.dtype)
 
   shares = shares_of(indices)
-  one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
     shares = shares_of(None)
-  values = plain.where(counted, mul_no_fma(shares, values), 0)
+  values = jnp.where(counted, mul_no_fma(shares, values), 0)
   return _add_in_turn(indices, values, n), distinct
 
 
@@ -209,7 +206,7 @@ def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
     total = vmap(lambda own: take(dense, own))(indices)
   # Compilers divide by constants in some programs, and multiply in others.
-  return weights / hidden(plain.where(total > 0, total, 1), weights)
+  return weights / hidden(jnp.where(total > 0, total, 1), weights)
 
 
 def _count_senders(indices: Array, counted: Array, n: int) -> Array:

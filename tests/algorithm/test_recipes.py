@@ -662,10 +662,14 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
   """
   params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
-  for rate, other in ((0.0, 1e-5), (1e-5, 0.0)):
-    updates, _ = update_of(
-      params, gradients, rate, other_learning_rate=other, compressor=EVERYTHING
-    )
+  tx = demo_optax.demo_muon(
+    lambda step: jnp.where(step == 0, 0.0, 1e-5),
+    other_learning_rate=lambda step: jnp.where(step == 0, 1e-5, 0.0),
+    workers=TWO,
+    compressor=EVERYTHING,
+  )
+  seen, _ = helpers.updates_of(tx, params, [gradients] * 2)
+  for updates, rate, other in zip(seen, (0.0, 1e-5), (1e-5, 0.0)):
     for name, expected in (('up', rate / 4), ('norm', other)):
       np.testing.assert_allclose(rms(updates[name]), expected, rtol=0.01)
   updates, _ = update_of(

@@ -94,6 +94,7 @@ class Model(nnx.Module):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize('workers', KINDS[1:], indirect=True)
 def test_an_nnx_model_learns_and_nothing_compiles_twice(workers):
   model = Model(nnx.Rngs(0), rate=0.0)
   tx = demo_optax.demo(1e-2, workers=workers, decay=0.9)

@@ -304,7 +304,9 @@ def test_what_is_replicated_inside_crosses_once():
   """
   mesh = mesh_of({'replica': 2, 'local': 4})
   many = demo_optax.Workers.on_mesh(mesh, 'replica')
-  params = random_tree(9, SHAPES)
+  leaves = (*FEW, 'gain', 'scalar')  # of which two are sent whole
+  shapes = {name: SHAPES[name] for name in leaves}
+  params = random_tree(9, shapes)
   plan = demo_optax.plan(params, COMPRESSOR, many)
   one = demo_optax.plan(params, COMPRESSOR, 2)
   buckets = exchange(many).init(params).layout.layout.buckets
@@ -323,13 +325,14 @@ def test_what_is_replicated_inside_crosses_once():
   tx = exchange(many)
   params = many.device_put(params)
   args = (
-    stacked(random_tree(0, SHAPES, lead=(2,)), many),
+    stacked(random_tree(0, shapes, lead=(2,)), many),
     tx.init(params),
     params,
   )
   compiled = jax.jit(tx.update).lower(*args).compile()
   updates, _ = compiled(*args)
-  (expected,), *_ = run(demo_optax.Workers.simulated(2), 1, exchange, '2d')
+  simulated = demo_optax.Workers.simulated(2)
+  (expected,), *_ = run(simulated, 1, exchange, '2d', leaves=leaves)
   assert_same_bits(updates, expected)
   assert_devices_agree(updates)
   moved = {

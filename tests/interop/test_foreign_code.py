@@ -403,6 +403,7 @@ def test_map_params_finds_the_parameters_of_other_states():
   )
 
 
+@pytest.mark.parametrize('workers', ['auto', 'explicit'], indirect=True)
 def test_a_counter_in_a_dict_costs_no_second_program(workers):
   """Of a state that is no dataclass, and goes on as the optimizer's count."""
   tx = demo(workers)

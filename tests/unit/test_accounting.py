@@ -14,9 +14,6 @@ from demo_optax import __main__ as command
 from demo_optax import compressors
 from demo_optax.compressors import bases
 
-pytestmark = pytest.mark.core
-
-
 # Parameters, and MB per step as published (int64 indices, float32 values).
 PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 

@@ -11,8 +11,6 @@ from optax import contrib
 import demo_optax
 from demo_optax import compressors
 
-pytestmark = pytest.mark.core
-
 N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}

@@ -11,8 +11,6 @@ from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform as paths
 from demo_optax.numerics import topk as selection
 
-pytestmark = pytest.mark.core
-
 SHAPES = {
   'tall': (256, 40),
   'padded': (101, 67),
