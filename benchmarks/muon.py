@@ -58,8 +58,8 @@ DEFAULTS: dict[str, Any] = {
   'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself; or 'int8'
   'stochastic': False,  # rounding to it
   # recipe: the exchange
+  'cyclic': None,  # period of `cyclic_signs` of matrices, instead of top-k
   'topk': 32,  # of 64x64 chunks; None: everything
-  'groups': False,  # True: `GroupMax`
   'values': 'sign',
   'decay': 0.9,
   'alpha': 1.0,

@@ -321,16 +321,17 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
 
 
 def matrix_compressor(s: Settings) -> Any:
+  if s['cyclic'] is not None:
+    return compressors.cyclic_signs(s['cyclic'])
   if s['topk'] is None:
     return compressors.full()
   return largest(s, 64, s['topk'])
 
 
 def largest(s: Settings, chunk: Any, k: int) -> Any:
-  """Returns a compressor: the largest of a chunk, or one of each group."""
-  select = compressors.GroupMax(k) if s['groups'] else compressors.TopK(k)
+  """Returns a compressor: the largest of a chunk."""
   return compressors.Compressor(
-    select, compressors.Dct(), chunk, values=s['values']
+    compressors.TopK(k), compressors.Dct(), chunk, values=s['values']
   )
 
 

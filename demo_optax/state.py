@@ -53,7 +53,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   Takes any optimizer state with exchanges and their types: chained, masked, an
   `nnx.Optimizer` or its `opt_state`. Returns arrays by parameter name, in their
   order, `[workers, *shape]`, in the momentum's dtype; with `Workers.on_axis`,
-  inside the map, `[1, *shape]`.
+  inside the map, `[1, *shape]`. Leaves without error feedback have none.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
@@ -68,8 +68,9 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   for root, layout in layouts.items():
     by_leaf: dict[int, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      stacked = arrays[*root, STACKED, 'momentum', bucket.name]
-      by_leaf |= cut_bucket(layout, number, stacked, decoded=True)
+      if bucket.error_feedback:
+        stacked = arrays[*root, STACKED, 'momentum', bucket.name]
+        by_leaf |= cut_bucket(layout, number, stacked, decoded=True)
     for leaf, moment in sorted(by_leaf.items()):
       name = layout.leaves[leaf].name
       if name in moments:

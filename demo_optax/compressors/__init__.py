@@ -7,9 +7,15 @@ from demo_optax.compressors.bases import (
   Identity,
   RandomOrthogonal,
 )
-from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
+from demo_optax.compressors.compressor import (
+  FROZEN,
+  Compressor,
+  cyclic_signs,
+  dct_topk,
+  full,
+)
 from demo_optax.compressors.selectors import (
-  GroupMax,
+  Cyclic,
   RandomSubset,
   Selector,
   Slicing,
@@ -21,8 +27,8 @@ __all__ = [
   'FROZEN',
   'Basis',
   'Compressor',
+  'Cyclic',
   'Dct',
-  'GroupMax',
   'Hadamard',
   'Identity',
   'RandomOrthogonal',
@@ -31,6 +37,7 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
+  'cyclic_signs',
   'dct_topk',
   'full',
 ]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.bases import Basis, Identity
 from demo_optax.numerics import plain, platform, rounding
 
 # XLA:CPU rounds products of few rows differently: a chunk's bits would depend
@@ -180,7 +180,8 @@ def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
   x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
-  x = plain.pad(x, [(0, end) for end in grid.ends])
+  if any(grid.ends):
+    x = jnp.pad(x, [(0, end) for end in grid.ends])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
   return x.reshape(grid.num_chunks, -1)
@@ -212,8 +213,10 @@ def transform(
 
   Inside a chunk the column frequency is the slow index and the row frequency
   the fast one: the order in which two matrix products from the right produce
-  them.
+  them. Without a transform elements keep their order.
   """
+  if isinstance(basis, Identity):
+    return x
   rows, cols = sides
   x = x.reshape(-1, rows, cols)  # [chunks, row position, column position]
   x = _apply(x, _matrix(basis, cols).T)
@@ -228,6 +231,8 @@ def inverse(
   basis: Basis,
 ) -> Array:
   """Undoes `transform`."""
+  if isinstance(basis, Identity):
+    return c
   rows, cols = sides
   c = c.reshape(-1, cols, rows)  # [chunks, column frequency, row frequency]
   c = _apply(c, _matrix(basis, rows))
@@ -265,27 +270,30 @@ def edges(
   """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
+  # See `transform` for the order.
+  lengths, row_axis, col_axis = (cols, rows), 2, 1
+  if isinstance(basis, Identity):
+    lengths, row_axis, col_axis = (rows, cols), 1, 2
   padded_edges: list[Edge] = []
   for at, axis, length, padding in (
-    (np.s_[:, -1], 2, rows, row_padding),
-    (np.s_[:, :, -1], 1, cols, col_padding),
+    (np.s_[:, -1], row_axis, rows, row_padding),
+    (np.s_[:, :, -1], col_axis, cols, col_padding),
   ):
     if padding:
       kept = _matrix(basis, length)[:, : length - padding]
-      project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
+      project = functools.partial(_multiply, lengths, axis, kept @ kept.T)
       padded_edges.append((at, project))
   return padded_edges
 
 
 def _multiply(
-  sides: tuple[int, int],
+  lengths: tuple[int, int],
   axis: int,
   matrix: np.ndarray,
   c: Array,
 ) -> Array:
-  """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
-  rows, cols = sides
-  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)  # the axis comes last
+  """Multiplies an axis of coefficients `[chunks, *lengths]`."""
+  x = c.reshape(-1, *lengths).swapaxes(axis, 2)  # the axis comes last
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 

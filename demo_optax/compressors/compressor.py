@@ -69,6 +69,9 @@ class Compressor:
   Attributes:
     batch_dims: leading dimensions, such as layers or experts. No chunk has
       more than one entry along them.
+    error_feedback: whether momentum keeps what is not sent, or what `values`
+      loses, for later steps. False: gradients are sent, and there is no
+      momentum.
   """
 
   select: Selector
@@ -77,6 +80,7 @@ class Compressor:
   values: str = 'float32'
   padding: bool = True
   batch_dims: int = 0
+  error_feedback: bool = True
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
@@ -151,10 +155,9 @@ class Compressor:
     """Returns the selection from the grid's chunks, or the whole leaf."""
     n, name = grid.chunk_size, jnp.dtype(dtype).name
     k = select.count(n)
-    grouped = isinstance(select, selectors.GroupMax) and k < n
     sparse = LeafChunks(
       grid,
-      ChunkFormat(n, k, name, self.values, select.shared, grouped),
+      ChunkFormat(n, k, name, self.values, select.shared),
     )
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
@@ -276,6 +279,31 @@ def dct_topk(
   full_chunk = math.prod(_check_sides(chunk_size))
   select = selectors.TopK(topk, full_chunk if proportional else None)
   return Compressor(select, bases.Dct(), chunk_size, values, padding)
+
+
+def cyclic_signs(period: int = 8) -> Compressor:
+  """Sends signs of one part in `period` of a chunk, the next at each step.
+
+  All workers send the same part, so messages have no indices: a bit for each
+  value, and a scale for each chunk, 66 bytes of 16 KB at `period=8`. There is
+  no transform and no momentum: what is not sent is lost. So give it updates of
+  an optimizer that has a momentum, as `demo_muon` does, and not gradients.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> compressor = demo_optax.compressors.cyclic_signs()
+    >>> compressor.chunks((1024, 4096), jnp.float32).num_bytes
+    67584
+
+  Args:
+    period: steps until all of a chunk has been sent, at least 2.
+  """
+  return Compressor(
+    selectors.Cyclic(period),
+    bases.Identity(),
+    values='sign',
+    error_feedback=False,
+  )
 
 
 def full() -> Compressor:

@@ -52,7 +52,8 @@ class WorkerState(NamedTuple):
   """A worker's state between exchanges by bucket name, stacked over workers."""
 
   # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
-  # axes inside a worker; float32 (float64 for float64 parameters).
+  # axes inside a worker; float32 (float64 for float64 parameters). Without
+  # error feedback a bucket has none.
   momentum: dict[str, chex.Array]
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.
@@ -118,8 +119,9 @@ class ExchangeConfig:
     """The state of one device, as `jax.ShapeDtypeStruct`s."""
     momentum = {}
     for bucket in self.layout.buckets:
-      dtype = bucket.format.dtype
-      momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
+      if bucket.error_feedback:
+        dtype = bucket.format.dtype
+        momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
     residuals = self.owners.residuals if self.owners else {}
     message = self.packer.shapes if self.delayed else {}
     return WorkerState(momentum, residuals, message)
@@ -149,7 +151,9 @@ def exchange(
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
-  momentum = [state.momentum[bucket.name] for bucket in buckets]
+  momentum = [state.momentum.get(bucket.name) for bucket in buckets]
+  # The step in which what is merged now was selected.
+  sent_at = hyper.step - int(config.delayed)
 
   def give(
     number: int,
@@ -159,10 +163,12 @@ def exchange(
     valid: Array,
   ) -> None:
     """Subtracts sent values from a bucket's momentum, if `given`."""
-    bucket, device = buckets[number], devices[number]
+    bucket, device, held = buckets[number], devices[number], momentum[number]
+    if held is None:
+      return
     values = rounding.mul_no_fma(hyper.alpha, values)
-    values = plain.where(given, values, 0)
-    rest = arithmetic.subtract(bucket, momentum[number], indices, values)
+    values = jnp.where(given, values, 0)
+    rest = arithmetic.subtract(bucket, held, indices, values, sent_at)
     momentum[number] = layout.clear_padding(number, rest, device, valid)
 
   last = []
@@ -204,9 +210,9 @@ def exchange(
   if config.delayed:
     arrived, included = group.send_and_receive(state.message, early=True)
     if included is not None:
-      _take_back(buckets, momentum, last, included, valid, hyper)
+      _take_back(buckets, momentum, last, included, valid, hyper, sent_at)
     for name, words in message.items():
-      waiting[name] = plain.where(valid, words, 0)  # empty if excluded
+      waiting[name] = jnp.where(valid, words, 0)  # empty if excluded
   else:
     arrived, included = group.send_and_receive(message)
     # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
@@ -224,7 +230,6 @@ def exchange(
       bucket,
       selections,
       config.average,
-      hyper.step,
       # A program that only decodes has no gradients.
       unused if group.is_one_program else None,
     )
@@ -242,6 +247,8 @@ def exchange(
 
   updates: dict[int, Array] = {}
   for i, (bucket, update) in enumerate(zip(buckets, merged)):
+    if bucket.format.shared:
+      update = arithmetic.place(bucket, update, sent_at)
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
@@ -252,7 +259,10 @@ def exchange(
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
-  by_name = {bucket.name: m for bucket, m in zip(buckets, momentum)}
+  by_name = {}
+  for bucket, held in zip(buckets, momentum):
+    if held is not None:
+      by_name[bucket.name] = held
   state = WorkerState(by_name, residual, waiting)
   return [updates[i] for i in sorted(updates)], state, metrics
 
@@ -271,22 +281,26 @@ def _read_own(
 
 def _take_back(
   buckets: Sequence[Bucket],
-  momentum: list[Array],
+  momentum: list[Array | None],
   last: Sequence[Received],
   included: Array,
   valid: Array,
   hyper: Hyper,
+  sent_at: Array,
 ) -> None:
   """Adds what was in a message that did not arrive to the momentum.
 
   It has decayed since, as if it had stayed there.
   """
   for i, (indices, values, sound, _) in enumerate(last):
+    if (held := momentum[i]) is None:
+      continue
     values = rounding.mul_no_fma(hyper.alpha, values)
     decayed = rounding.mul_no_fma(hyper.decay, values)
-    lost = plain.where(valid, decayed, values)
-    lost = plain.where(sound & ~included, lost, 0)
-    momentum[i] = arithmetic.subtract(buckets[i], momentum[i], indices, -lost)
+    lost = jnp.where(valid, decayed, values)
+    lost = jnp.where(sound & ~included, lost, 0)
+    back = arithmetic.subtract(buckets[i], held, indices, -lost, sent_at)
+    momentum[i] = back
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
@@ -396,23 +410,14 @@ def _is_valid(
     dtype = chunk.dtype
     weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
-    good.append(_none(~(jnp.abs(weighted) <= largest)))
+    # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
+    good.append(jnp.all(jnp.abs(weighted) <= largest))
   for i in layout.averaged:
     gradient = gradients[i]
     if weight is not None:
       gradient = weight.astype(gradient.dtype) * gradient
-    good.append(_none(~jnp.isfinite(gradient)))
+    good.append(jnp.all(jnp.isfinite(gradient)))
   return plain.every(good)
-
-
-def _none(beyond: Array) -> Array:
-  """Returns whether no element is true."""
-  # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
-  if not platform.reduce_in_two_stages():
-    return ~jnp.any(beyond)
-  rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
-  beyond = beyond.reshape(rows, beyond.size // rows)
-  return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
 
 
 def _averages(
@@ -433,12 +438,12 @@ def _averages(
   averages = {}
   scalars = [valid.astype(jnp.int32)]
   if weight is not None:
-    scalars.append(plain.where(valid, weight, 0))
+    scalars.append(jnp.where(valid, weight, 0))
   for axes, members in groups.items():
     terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     if weight is not None:
       terms = [rounding.mul_no_fma(weight, term) for term in terms]
-    terms = [plain.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
     if axes:
       totals = sums(terms, group.axis)
     else:  # the first group
@@ -479,4 +484,4 @@ def _metrics(
 
 
 def _ratio(a: Array, b: Array) -> Array:
-  return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)
+  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

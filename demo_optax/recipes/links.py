@@ -118,9 +118,10 @@ def scale_to_muon(
   `sqrt(max(fan_in, fan_out)) * consistent_rms`.
 
   If a share `s` is sent, a coefficient waits in the residual for about
-  `t = 1 / (1 - decay (1 - s))` steps. In `t` steps Muon's similar updates move
-  `t` times as far as one. Those of the exchange, which have different
-  coefficients, move `sqrt(t)` times as far, and are made that much longer.
+  `t = 1 / (1 - decay (1 - s))` steps; without a residual its turn comes every
+  `t = 1 / s` steps. In `t` steps Muon's similar updates move `t` times as far
+  as one. Those of the exchange, which have different coefficients, move
+  `sqrt(t)` times as far, and are made that much longer.
 
   Axes and compressors are given for all leaves, by path.
   """
@@ -129,14 +130,17 @@ def scale_to_muon(
     keys, shape = path_keys(path), update.shape
     axes, compressor = dimensions[keys], compressors[keys]
     assert axes is not None
-    share = 1.0
+    waits: chex.Numeric = 1.0  # steps until a coefficient is sent
     if isinstance(compressor, Compressor):
       sent = compressor.chunks(shape, 'float32').format
       share = sent.k / sent.n
+      waits = 1 / share
+      if compressor.error_feedback:
+        waits = 1 / (1 - decay * (1 - share))
     rms = consistent_rms
     if rms is None:
       rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
-    rms *= (1 - decay * (1 - share)) ** -0.5
+    rms *= waits**0.5
     return update * jnp.asarray(rms, update.dtype)
 
   return optax.stateless(

@@ -124,7 +124,7 @@ class Workers:
       param_specs: how a worker's parameters are sharded over the other axes: a
         tree with `PartitionSpec`s like the parameters, where a spec for a
         subtree holds for all in it and `None` is `P()`, replicated.
-        `demo_optax.param_specs` takes it from a Flax model.
+        `flax.nnx.get_partition_spec` takes it from a model.
 
     References:
       Workers with many devices: From et al., `DeToNATION

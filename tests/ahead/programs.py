@@ -28,7 +28,7 @@ TPUS = {
   'v5e': ('v5e:2x4', 1, 1.5e9),
   'v6e': ('v6e:2x4', 1, 1.75e9),
   'v5p': ('v5p:2x2x1', 1, 1.75e9),
-  'v6e 8x16': ('v6e:8x16', 1, 1.75e9),  # 64 workers are merged in a loop
+  'v6e 8x16': ('v6e:8x16', 1, 1.75e9),
   'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
 }
 H100S = {'h100': 8, '64 h100': 64}
@@ -44,7 +44,6 @@ class Program:
     exchange: as in `scale_by_demo`.
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
-    groups: with `GroupMax` instead of `TopK`.
     delayed: matrices one step late.
   """
 
@@ -52,12 +51,11 @@ class Program:
   exchange: str = 'all_gather'
   inside: int = 1
   train: bool = False
-  groups: bool = False
   delayed: bool = False
 
   @property
   def name(self):
-    parts = [self.recipe, *['groups'] * self.groups, self.exchange]
+    parts = [self.recipe, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
     parts += ['delayed'] * self.delayed
     return '_'.join([*parts, *['train'] * self.train])
@@ -65,14 +63,10 @@ class Program:
 
 DELAYED = Program('demo_muon', inside=4, train=True, delayed=True)
 PROGRAMS = {
-  'v5e': (
-    Program(),
-    Program(groups=True),
-    Program('demo_muon', 'all_to_all', 2),
-  ),
+  'v5e': (Program(), Program('demo_muon', 'all_to_all', 2)),
   'v6e': (Program('demo', 'all_to_all', 2),),
   'v5p': (Program('demo_muon', 'all_gather', 2),),
-  'v6e 8x16': (Program(inside=2, groups=True),),
+  'v6e 8x16': (Program(inside=2),),
   'two slices of v5e': (
     Program('demo', 'all_gather', 4, train=True),
     Program('demo_muon', 'all_to_all', 4),
@@ -80,13 +74,12 @@ PROGRAMS = {
   ),
   'h100': (
     Program(),
-    Program(groups=True),
     Program('demo', 'all_to_all', 2),
     Program('demo_muon', 'all_gather', 2),
     Program('demo_muon', 'all_to_all'),
     dataclasses.replace(DELAYED, inside=1),
   ),
-  '64 h100': (Program(), Program(groups=True)),
+  '64 h100': (Program(),),
 }
 
 
@@ -260,11 +253,7 @@ def compressor_of(program, plain):
 
   if program.recipe == 'demo_muon':
     return demo_optax.recipes.muon_compressors(plain)
-  found = demo_optax.dct_topk()
-  if program.groups:
-    select = demo_optax.compressors.GroupMax(32)
-    found = dataclasses.replace(found, select=select)
-  return found
+  return demo_optax.dct_topk()
 
 
 def planned(program, workers, plain):

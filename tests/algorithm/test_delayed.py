@@ -11,8 +11,6 @@ from hlo_text import collectives
 import demo_optax
 from demo_optax import compressors
 
-pytestmark = pytest.mark.core
-
 N, STEPS = 4, 6
 SHAPES = {'w': (16, 24), 'b': (5,), 'odd': (7, 9)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}

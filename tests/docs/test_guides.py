@@ -251,13 +251,12 @@ def test_what_was_compiled_is_as_recorded():
   rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, groups, exchange, inside, late, train = re.fullmatch(
-      r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_delayed)?'
+    recipe, exchange, inside, late, train = re.fullmatch(
+      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_delayed)?'
       r'(_train)?',
       run['program'],
     ).groups()
-    select = ' with `GroupMax(32)`' if groups else ''
-    step = f'`{recipe}`{select}, {exchange}'
+    step = f'`{recipe}`, {exchange}'
     step += ', delayed' if late else ''
     step += ', with the model' if train else ''
     cells = [
@@ -282,7 +281,7 @@ def test_steps_on_a_gpu_are_as_recorded():
   times = [alone[name]['ms'] for name in alone] + list(together.values())
   table = GUIDES['accelerators'].split('## One H100')[1].split('## ')[0]
   rows = re.findall(r'^\| [^|]+ \| ([\d.]+) \| [\d.]+ \|$', table, re.M)
-  assert len(rows) == 5
+  assert len(rows) == 4
   assert all(x in [f'{ms:.1f}' for ms in times] for x in rows)
 
 

@@ -14,9 +14,6 @@ from demo_optax import __main__ as command
 from demo_optax import compressors
 from demo_optax.compressors import bases
 
-pytestmark = pytest.mark.core
-
-
 # Parameters, and MB per step as published (int64 indices, float32 values).
 PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 
@@ -152,7 +149,7 @@ def test_command_describes_matrices(capsys):
   assert '50304x1024' in text and '32x32' in text
   command.main(['300M', '--optimizer', 'demo_muon', '--matrices'])
   text = capsys.readouterr().out
-  assert '64x64    64  elias-fano' in text and 'no matrix: embedding' in text
+  assert '64x64   512      shared' in text and 'no matrix: embedding' in text
 
 
 MODULE = """
