@@ -180,7 +180,7 @@ def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
   x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
-  if grid.ends:  # a scalar has none
+  if grid.ends:  # jnp.pad refuses scalars
     x = jnp.pad(x, [(0, end) for end in grid.ends])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
