@@ -66,8 +66,6 @@ DEFAULTS: dict[str, Any] = {
   'average': 'senders',  # or 'workers'
   'update_values': None,  # of the chunks' owners; None: an all-gather
   'rows': 24,  # of rows of 192 of the others; or 'adamw'
-  'delayed': None,  # which leaves are a step late: 'matrices', or 'all'
-  'ahead': True,  # whether late matrices move by 2 u_t - u_(t-1)
   # recipe: after it
   'after': 'rms',  # or 'sign', 'orthonormalise'
   # others

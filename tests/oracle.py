@@ -213,7 +213,6 @@ class Oracle:
     basis=dct_matrix,
     of=None,
     places=None,
-    delayed=False,
     error_feedback=True,
   ):
     self.shape = tuple(shape)
@@ -226,9 +225,6 @@ class Oracle:
     _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
     self.error_feedback = error_feedback
-    # What is on its way: what each worker has sent, and the sum of it.
-    self.delayed, self.sent = delayed, np.zeros_like(self.m)
-    self.late = np.zeros(self.matrix)
     self.whole &= places is None
 
   def exchange(self, gradients, weights=None):
@@ -240,13 +236,9 @@ class Oracle:
     present = [p and 2**-30 <= w <= 2**30 for p, w in zip(present, weights)]
     self.weights = weights
     merged = np.zeros(self.matrix, self.m.dtype)
-    self.m -= self.sent
-    self.sent[:] = 0
     for place in np.ndindex(*self.matrix[:-2]):
       merged[place] = self._merge(self._send(place, gradients, present))
     self.step += 1
-    if self.delayed:
-      merged, self.late = self.late, merged
     return merged.reshape(self.shape)
 
   def _select(self, flat):
@@ -278,8 +270,6 @@ class Oracle:
         )
       if not self.error_feedback:
         self.m[at] = 0
-      elif self.delayed:
-        self.sent[at] = self.alpha * own
       else:
         self.m[at] = self.m[at] - self.alpha * own
     return sent

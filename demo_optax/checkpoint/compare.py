@@ -62,8 +62,6 @@ def _compare(
   root, _, rest = name.partition(STACKED)
   has_chunks = is_stacked and f'{root}layout' in layouts
   part = rest.split('.')[1:2]
-  if has_chunks and part == ['message']:  # it may be dropped
-    return
   if saved is None or wanted is None:
     if part != ['update_residual']:
       yield 'tree', name, _in_words(saved), _in_words(wanted)

@@ -116,10 +116,6 @@ def from_leaves(
   With more workers, each folds its number into its key. Owners' residuals
   follow their chunks, exactly.
 
-  A message in flight (`delayed=True`) needs the same chunks, workers and
-  devices. Without them it is dropped, and nothing of it is lost: momentum still
-  holds it, and sends it again.
-
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
@@ -146,8 +142,6 @@ def from_leaves(
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
-    if keys[-3:-1] == (_paths.STACKED, 'message'):
-      return _message(saved, layouts[keys[:-3]], keys, x)
     array = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(array) == len(x):
       return array
@@ -193,14 +187,6 @@ def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   return placement.run(regroup_owned, x, sharding, shape)
 
 
-def _records_of(
-  saved: Mapping[str, Value],
-  keys: Keys,
-) -> dict[str, Record]:
-  """Returns the saved records for the leaves in a bucket or message."""
-  return saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
-
-
 def _bucket(
   saved: Mapping[str, Value],
   layout: Layout,
@@ -209,7 +195,7 @@ def _bucket(
 ) -> Value:
   """Returns a bucket like `like` from its leaves' coefficients."""
   number, is_owned = _bucket_at(keys, layout)
-  records = _records_of(saved, keys)
+  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
   arrays = {}
   for member in layout.members(number):
     leaf = layout.leaves[member]
@@ -247,21 +233,6 @@ def _bucket(
       tuple(like.shape),
     )
   return array
-
-
-def _message(
-  saved: Mapping[str, Value],
-  layout: Layout,
-  keys: Keys,
-  like: Value,
-) -> Value:
-  """Returns the message in flight, or an empty one if it would not fit."""
-  message = saved.get(_paths.dotted(keys))
-  records = _records_of(saved, keys)
-  is_same = [*records.items()] == [*layout.records.items()]
-  if message is None or message.shape != like.shape or not is_same:
-    return np.zeros(like.shape, like.dtype)
-  return message
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:

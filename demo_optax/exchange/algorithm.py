@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from chex import Numeric
 from jax import Array, lax
 
-from demo_optax.compressors.layout import Bucket, Layout
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer, Received, Report, is_weight
+from demo_optax.exchange.message import Packer, Report, is_weight
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
@@ -58,9 +58,6 @@ class WorkerState(NamedTuple):
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.
   update_residual: dict[str, chex.Array]
-  # Of an exchange with a delay uint32 `[workers, rows, 128]`, the message of
-  # the last step, not yet subtracted from the momentum. Else empty.
-  message: dict[str, chex.Array]
 
 
 class Hyper(NamedTuple):
@@ -95,7 +92,6 @@ class ExchangeConfig:
   platform: str
   num_owners: int | None = None  # workers that share the chunks, if they do
   update_values: str = 'float32'  # the value code for owners' updates
-  delayed: bool = False  # whether the messages of the step before are exchanged
   weighted: bool = False  # whether workers have weights
 
   @functools.cached_property
@@ -123,14 +119,13 @@ class ExchangeConfig:
         dtype = bucket.format.dtype
         momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
     residuals = self.owners.residuals if self.owners else {}
-    message = self.packer.shapes if self.delayed else {}
-    return WorkerState(momentum, residuals, message)
+    return WorkerState(momentum, residuals)
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
     if self.num_owners:
       return f"'all_to_all' with update_values={self.update_values!r}"
-    return "'all_gather'" + ', delayed' * self.delayed
+    return "'all_gather'"
 
 
 def exchange(
@@ -152,31 +147,6 @@ def exchange(
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
   momentum = [state.momentum.get(bucket.name) for bucket in buckets]
-  # The step in which what is merged now was selected.
-  sent_at = hyper.step - int(config.delayed)
-
-  def give(
-    number: int,
-    indices: Array | None,
-    values: Array,
-    given: Array,
-    valid: Array,
-  ) -> None:
-    """Subtracts sent values from a bucket's momentum, if `given`."""
-    bucket, device, held = buckets[number], devices[number], momentum[number]
-    if held is None:
-      return
-    values = rounding.mul_no_fma(hyper.alpha, values)
-    values = jnp.where(given, values, 0)
-    rest = arithmetic.subtract(bucket, held, indices, values, sent_at)
-    momentum[number] = layout.clear_padding(number, rest, device, valid)
-
-  last = []
-  if config.delayed:
-    # The last message leaves the momentum, with the values that others read.
-    last = _read_own(packer, group, state.message)
-    for i, (indices, values, sound, _) in enumerate(last):
-      give(i, indices, values, sound, sound)
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   starts = layout.starts(hyper.step)
@@ -206,20 +176,19 @@ def exchange(
   message, sent = packer.pack(selected, hyper.alpha, valid, weight)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
-  waiting = {}
-  if config.delayed:
-    arrived, included = group.send_and_receive(state.message, early=True)
-    if included is not None:
-      _take_back(buckets, momentum, last, included, valid, hyper, sent_at)
-    for name, words in message.items():
-      waiting[name] = jnp.where(valid, words, 0)  # empty if excluded
-  else:
-    arrived, included = group.send_and_receive(message)
-    # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
-    # does what did not reach the others.
-    given = valid if included is None else valid & included
-    for i, (indices, _, _) in enumerate(selected):
-      give(i, indices, sent[i], given, valid)
+  arrived, included = group.send_and_receive(message)
+
+  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
+  # does what did not reach the others.
+  given = valid if included is None else valid & included
+  for i, (bucket, device) in enumerate(zip(buckets, devices)):
+    if (held := momentum[i]) is None:
+      continue
+    leaving = rounding.mul_no_fma(hyper.alpha, sent[i])
+    leaving = jnp.where(given, leaving, 0)
+    indices = selected[i].indices
+    rest = arithmetic.subtract(bucket, held, indices, leaving, hyper.step)
+    momentum[i] = layout.clear_padding(i, rest, device, valid)
 
   received, report = packer.unpack(arrived, group)
 
@@ -248,7 +217,7 @@ def exchange(
   updates: dict[int, Array] = {}
   for i, (bucket, update) in enumerate(zip(buckets, merged)):
     if bucket.format.shared:
-      update = arithmetic.place(bucket, update, sent_at)
+      update = arithmetic.place(bucket, update, hyper.step)
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
@@ -263,44 +232,8 @@ def exchange(
   for bucket, held in zip(buckets, momentum):
     if held is not None:
       by_name[bucket.name] = held
-  state = WorkerState(by_name, residual, waiting)
+  state = WorkerState(by_name, residual)
   return [updates[i] for i in sorted(updates)], state, metrics
-
-
-def _read_own(
-  packer: Packer,
-  group: Group,
-  message: Mapping[str, Array],
-) -> list[Received]:
-  """Returns this worker's last message as others read it, by bucket."""
-  alone = dataclasses.replace(group, size=1)
-  rows = jax.tree.map(lambda x: x[None], message)
-  received, _ = packer.unpack(rows, alone)
-  return jax.tree.map(lambda x: x[0], received)
-
-
-def _take_back(
-  buckets: Sequence[Bucket],
-  momentum: list[Array | None],
-  last: Sequence[Received],
-  included: Array,
-  valid: Array,
-  hyper: Hyper,
-  sent_at: Array,
-) -> None:
-  """Adds what was in a message that did not arrive to the momentum.
-
-  It has decayed since, as if it had stayed there.
-  """
-  for i, (indices, values, sound, _) in enumerate(last):
-    if (held := momentum[i]) is None:
-      continue
-    values = rounding.mul_no_fma(hyper.alpha, values)
-    decayed = rounding.mul_no_fma(hyper.decay, values)
-    lost = jnp.where(valid, decayed, values)
-    lost = jnp.where(sound & ~included, lost, 0)
-    back = arithmetic.subtract(buckets[i], held, indices, -lost, sent_at)
-    momentum[i] = back
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (

@@ -335,8 +335,8 @@ def chain(
 ) -> optax.GradientTransformationExtraArgs:
   """Chains links for the leaves that are exchanged; other updates are zero.
 
-  In a step that excludes every worker from an exchange among the links, zeroes
-  all updates and keeps the moments and the last update after the exchange.
+  One of the links is an exchange. In a step that excludes every worker, zeroes
+  all updates and keeps the moments after the exchange.
   """
   # To the momentum's dtype: float16 would underflow.
   cast = optax.stateless(lambda updates, _: _tree.map_wide(jnp.astype, updates))
@@ -352,20 +352,17 @@ def chain(
     **extra: Any,
   ) -> tuple[chex.ArrayTree, optax.MaskedState]:
     params, like = checks.params_and_like(updates, params, workers)
-    for exchange in _exchanges(state):
-      # Before any link takes its state for one of these parameters.
-      check_layout(exchange, like, compressor, workers)
+    # Before any link takes its state for one of these parameters.
+    check_layout(_exchange(state), like, compressor, workers)
     with platform.running_on(platform.of(workers.mesh)):
       updates, after = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
-    frozen: set[Keys] = set()
-    someone = jnp.bool(True)
-    for exchange in _exchanges(after):
-      leaves = exchange.layout.layout.leaves
-      frozen |= {leaf.keys for leaf in leaves if leaf.is_frozen}
-      someone &= exchange.metrics['num_excluded'] < workers.count
-      after = _keep(state, after, someone)
+    exchange = _exchange(after)
+    leaves = exchange.layout.layout.leaves
+    frozen = {leaf.keys for leaf in leaves if leaf.is_frozen}
+    someone = exchange.metrics['num_excluded'] < workers.count
+    after = _keep(state, after, someone)
 
     def settle(
       path: Path,
@@ -386,9 +383,9 @@ def chain(
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
-def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
-  """Returns the exchanges' states in a chain."""
-  return [link for link in state.inner_state if isinstance(link, DeMoState)]
+def _exchange(state: optax.MaskedState) -> DeMoState:
+  """Returns the exchange's state in a chain."""
+  return next(x for x in state.inner_state if isinstance(x, DeMoState))
 
 
 def _keep(
@@ -398,9 +395,9 @@ def _keep(
 ) -> chex.ArrayTree:
   """Returns a new state, with the old moments without workers."""
 
-  # By their fields: optax does not export the types of all.
+  # By a field: optax does not export the types of all.
   def is_kept(x: object) -> bool:
-    return hasattr(x, 'nu') or hasattr(x, 'previous_gradient')
+    return hasattr(x, 'nu')
 
   def keep(
     old: chex.ArrayTree,

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys
-from demo_optax._per_worker import of_each, per_worker
+from demo_optax._per_worker import of_each
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.recipes import links, matrices
@@ -155,7 +155,6 @@ def demo_muon(
   consistent_rms: chex.Numeric | None = None,
   exchange: ExchangeKind = 'all_gather',
   update_values: str = 'int4',
-  delayed: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
@@ -200,17 +199,12 @@ def demo_muon(
     consistent_rms: as in `optax.contrib.muon`: 0.2 for AdamW's rates.
     exchange: as in `scale_by_demo`.
     update_values: as there.
-    delayed: whether matrices are exchanged one step late, and move by
-      :math:`2 u_t - u_{t-1}`.
 
   Raises:
     ValueError, TypeError: a hyperparameter out of range.
 
   References:
     Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024.
-
-    Zmushko et al., `One-Step Gradient Delay is Not a Barrier
-    <https://arxiv.org/abs/2606.30634>`_, 2026.
   """
   _check_muon(decay, beta, mu_dtype, consistent_rms)
   if other_learning_rate is None:
@@ -232,7 +226,7 @@ def demo_muon(
     update_values=update_values,
     gradient_weight=gradient_weight,
   )
-  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
+  exchange_by(compressor)  # raises if it cannot be made
   descent = _descent(learning_rate, weight_decay)
   other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
 
@@ -250,29 +244,22 @@ def demo_muon(
       links.scale_to_unit_rms(axes_tree, _MIN_RMS),
       links.scale_to_muon(axes, codes, decay, consistent_rms),
     )
-    # Of a late update the last one predicts what is missing.
-    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
     after = optax.partition(
       {
-        'matrix': optax.chain(to_size, *ahead, *descent),
+        'matrix': optax.chain(to_size, *descent),
         'averaged': optax.chain(to_size, *descent),
         'other': optax.chain(_SECOND_MOMENT, *other_descent),
         'frozen': optax.set_to_zero(),
       },
       matrices.tree_of(labels),
     )
-    link = functools.partial(links.chain, workers, sent)
-    at_once = exchange_by(sent)
-    if not delayed:
-      return link(of_each(own, workers), at_once, after)
-    late = exchange_by(sent, delayed=True)
-    is_late = {path: label == 'matrix' for path, label in labels.items()}
-    by_time = optax.partition(
-      {True: link(late, after), False: link(at_once, after)},
-      matrices.tree_of(is_late),
+    return links.chain(
+      workers,
+      sent,
+      of_each(own, workers),
+      exchange_by(sent),
+      after,
     )
-    # Of two exchanges each must see that a worker is excluded.
-    return link(per_worker(own, workers=workers), by_time)
 
   return _made_from_params(chain_for, workers)
 

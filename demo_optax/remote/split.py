@@ -6,9 +6,7 @@ program, with the arrays that were donated to it. Here they stay as they were,
 and no backend has to support callbacks.
 
 All that a step exchanges at one depth, the number of exchanges that it depends
-on, is one message. A step with one exchange is two programs and one round. The
-message of a delayed exchange exists before the step, and has a separate round:
-the program after it runs while its messages travel.
+on, is one message. A step with one exchange is two programs and one round.
 """
 
 import functools
@@ -85,13 +83,9 @@ class PartedStep:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
     *parts, last = self._parts
-    for meetings in self._rounds:
-      # Also a part that need not wait for this round: early messages travel
-      # while it runs.
-      while parts and values.keys() >= {*parts[0].reads}:
-        part = parts.pop(0)
-        found = part.run(*values_of(values, part.reads))
-        values.update(zip(part.writes, found))
+    for part, meetings in zip(parts, self._rounds):
+      found = part.run(*values_of(values, part.reads))
+      values.update(zip(part.writes, found))
       self._meet(meetings, values, exchange)
     args = values_of(values, last.reads)
     values.clear()  # drops all other references to donated arrays
@@ -222,12 +216,10 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
     before = [depths.get(v, 0) for v in variables(eqn.invars)]
     depth = max(before, default=0)
     if meetings_in([eqn]):
-      depth -= eqn.params.get('early', False)
       found[eqn] = depth
       depth += 1
     depths.update(dict.fromkeys(eqn.outvars, depth))
-  rounds = sorted({*found.values()})
-  return {eqn: rounds.index(depth) for eqn, depth in found.items()}
+  return found
 
 
 def meetings_in(eqns: Iterable[JaxprEqn]) -> list[str]:
@@ -318,7 +310,7 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
     found = []
     for eqn, x in zip(eqns, sent or []):  # f32[devices, ...]
-      rows, *flags = meet(x, Programs(eqn.params['size']), eqn.params['early'])
+      rows, *flags = meet(x, Programs(eqn.params['size']))
       # From f32[workers, devices, ...]; all devices have the same flags.
       to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
       found.append(to_devices(rows, flags))

@@ -53,7 +53,6 @@ def _(
   x: Any,
   *,
   size: int,
-  early: bool,
 ) -> list[Any]:
   # The fields of `Met`.
   return [
@@ -63,16 +62,9 @@ def _(
   ]
 
 
-def meet(
-  x: jax.Array,
-  programs: Programs,
-  early: bool = False,
-) -> Met:
-  """Returns `x` of all workers that are programs.
-
-  What is `early` is there before the step, and is sent before all else.
-  """
-  return Met(*meet_p.bind(x, size=programs.size, early=early))
+def meet(x: jax.Array, programs: Programs) -> Met:
+  """Returns `x` of all workers that are programs."""
+  return Met(*meet_p.bind(x, size=programs.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +82,20 @@ class Group:
     return not isinstance(self.axis, Programs)
 
   def send_and_receive(
-    self, message: Mapping[str, jax.Array], early: bool = False
+    self, message: Mapping[str, jax.Array]
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
     By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
     each, `[workers, ...]`; all others are summed, by one collective for each
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
-    `[]`, whether the message reaches the others, if it may not. For `early` see
-    `meet`.
+    `[]`, whether the message reaches the others, if it may not.
     """
     found: dict[str, jax.Array] = {}
     included = None
     for name, x in message.items():
       if isinstance(self.axis, Programs):
-        rows, _, included = meet(x, self.axis, early)
+        rows, _, included = meet(x, self.axis)
         found[name] = rows
         if name != GATHERED:
           found[name] = jnp.sum(rows, axis=0)

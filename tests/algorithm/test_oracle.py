@@ -125,7 +125,6 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
     # A worker is left out now and then.
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'values': 'int4', 'shapes': TWO}),
     (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
-    (3, 8, {'left_out': 1, 'shapes': TWO, 'delayed': True, **SECOND}),
     (3, 8, {'values': 'bfloat16', 'shapes': TWO}),
     # Everything is sent.
     *(

@@ -21,7 +21,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
-from helpers import COMPILATIONS, assert_same_bits, mesh_of, stacked
+from helpers import COMPILATIONS, assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -524,56 +524,6 @@ def test_another_number_of_workers(case, tmp_path):
     )
   if case == 'another mesh':
     other.train(1)
-
-
-def delayed(workers):
-  return demo_optax.scale_by_demo(
-    COMPRESSOR, 0.5, workers=workers, average='workers', delayed=True
-  )
-
-
-@functools.cache
-def with_a_message_in_flight():
-  """A state of four workers, and the updates that follow from it."""
-  tx, rng = delayed(simulated(4)), np.random.default_rng(7)
-  gradients = {k: rng.normal(size=(4, *p.shape)) for k, p in PARAMS.items()}
-  gradients = jax.tree.map(np.float32, gradients)
-  _, state = tx.update(gradients, tx.init(PARAMS), PARAMS)
-  expected, _ = tx.update(gradients, state, PARAMS)
-  return state, expected
-
-
-@pytest.mark.parametrize(
-  'new, is_kept',
-  [
-    (lambda: on_mesh(4, kind='explicit'), True),
-    (lambda: simulated(3), False),
-    (lambda: on_mesh(4, 2), False),  # a worker's chunks lie on two devices
-  ],
-)
-def test_a_message_in_flight(new, is_kept):
-  """It stays, or is as if it had not been sent: nothing of it is lost."""
-  workers = new()
-  state, expected = with_a_message_in_flight()
-  tx, params = delayed(workers), workers.device_put(PARAMS)
-  found = checkpoint.from_leaves(
-    checkpoint.to_leaves(state), tx.init(params), resize=True
-  )
-  for name, x in means(state).items():
-    np.testing.assert_allclose(x, means(found)[name], atol=1e-6)
-  count = workers.count
-  zeros = {k: np.zeros((count, *p.shape), p.dtype) for k, p in PARAMS.items()}
-  zeros = stacked(zeros, workers, SPECS if workers.param_specs.axes else None)
-  step = jax.jit(tx.update)
-  first, found = step(zeros, found, params)
-  if is_kept:
-    assert_same_bits(bits(first), bits(expected))
-    return
-  # What was in the message is sent again, if it is still among the largest.
-  assert found.metrics['num_excluded'] == count
-  assert not any(map(np.any, jax.tree.leaves(first)))
-  second, _ = step(zeros, found, params)
-  assert all(map(np.any, jax.tree.leaves(second)))
 
 
 AXES = {'fsdp': 2, 'tp': 2}

@@ -218,6 +218,29 @@ def test_an_attempt_is_five_lines_with_recorded_losses(name):
     assert losses & set(re.findall(r'\d\.\d{3}', figure)), losses
 
 
+def test_losses_of_late_matrices_are_as_recorded():
+  narrow = {'width': 64, 'heads': 2}
+  settings = [
+    narrow | {'steps': 600},
+    narrow | {'steps': 600, 'workers': 16},
+    narrow | {'steps': 1600, 'data': 'botocore'},
+    {},
+  ]
+  ours = {'method': 'demo_muon', 'lr': 2e-2, 'other_lr': 1.2e-2}
+  ours |= {'topk': 64, 'rows': 8}
+  records = muon.read()
+
+  def losses(setting):
+    found = muon.runs_of(ours | setting, records)
+    assert {r.get('seed', 0) for r in found} == {0, 1, 2}
+    return statistics.mean(r['loss'] for r in found)
+
+  for setting in settings:
+    late = losses(setting | {'delayed': 'matrices'})
+    cost = percent(late / losses(setting) - 1)
+    assert f'({cost})' in attempts()['Late matrices']
+
+
 def test_values_compressors_and_local_updates_are_as_recorded():
   runs = {}
   for r in results('values.jsonl'):

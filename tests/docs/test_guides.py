@@ -251,13 +251,11 @@ def test_what_was_compiled_is_as_recorded():
   rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, exchange, inside, late, train = re.fullmatch(
-      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_delayed)?'
-      r'(_train)?',
+    recipe, exchange, inside, train = re.fullmatch(
+      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?',
       run['program'],
     ).groups()
     step = f'`{recipe}`, {exchange}'
-    step += ', delayed' if late else ''
     step += ', with the model' if train else ''
     cells = [
       f'{run["target"]}, {run["workers"]} x {inside or 1}',
@@ -268,9 +266,6 @@ def test_what_was_compiled_is_as_recorded():
       f'{run["compile_seconds"]:.0f}',
     ]
     assert ' | '.join(cells) in rows
-    if late:
-      *places, end = run['beside'][0]
-      assert f' {", ".join(map(str, places))} | {end} |' in page
     for name in ('jax', 'libtpu', 'jax-cuda12-plugin'):
       assert f' {run["versions"][name]}' in page
 
@@ -524,30 +519,3 @@ def test_rates_of_other_parameters_are_as_measured():
       found = muon.runs_of(row | {'other_lr': rate}, muon.read())
       cells += [f'{r["loss"]:.3f}' for r in found if 'seed' not in r]
     assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon']
-
-
-def test_losses_of_a_delayed_exchange_are_as_measured():
-  narrow = {'width': 64, 'heads': 2}
-  settings = [
-    narrow | {'steps': 600},
-    narrow | {'steps': 600, 'workers': 16},
-    narrow | {'steps': 1600, 'data': 'botocore'},
-    {},
-  ]
-  records = muon.read()
-
-  def losses(setting, delayed):
-    own = {'method': 'demo_muon', 'lr': 2e-2, 'other_lr': 1.2e-2}
-    own |= {'topk': 64, 'rows': 8, 'delayed': delayed}
-    found = muon.runs_of(setting | own, records)
-    assert {r.get('seed', 0) for r in found} == {0, 1, 2}
-    return statistics.mean(r['loss'] for r in found)
-
-  costs = []
-  for setting in settings:
-    at_once, late = (losses(setting, x) for x in (None, 'matrices'))
-    costs.append(100 * (late / at_once - 1))
-  least, most = min(costs), max(costs)
-  assert f'the delay cost {least:.1f} to {most:.1f} %' in GUIDES['muon']
-  tried = (ROOT / 'benchmarks' / 'TRIED.md').read_text()
-  assert all(f'(+{cost:.1f} %)' in tried for cost in costs)

@@ -55,8 +55,7 @@ def test_scan_over_steps_inside_shard_map():
   'make, kinds',
   [
     ('demo', ('auto', 'explicit')),
-    ('demo_muon', ('auto',)),
-    ('delayed', ('explicit',)),
+    ('demo_muon', ('auto', 'explicit')),
   ],
 )
 def test_buckets_of_several_pieces(make, kinds, monkeypatch):
@@ -65,9 +64,6 @@ def test_buckets_of_several_pieces(make, kinds, monkeypatch):
   tx_of = {
     'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
     'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
-    'delayed': lambda workers: demo_optax.demo_muon(
-      1e-2, workers=workers, delayed=True
-    ),
   }[make]
 
   def train(workers):

@@ -110,15 +110,6 @@ EXCHANGES = {
   'demo_muon': lambda workers: demo_optax.demo_muon(
     1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1
   ),
-  'delayed': lambda workers: demo_optax.scale_by_demo(
-    COMPRESSOR, 0.95, workers=workers, alpha=0.3, delayed=True
-  ),
-  'demo_muon, delayed': lambda workers: demo_optax.demo_muon(
-    1e-2,
-    workers=workers,
-    compressor=lambda params: jax.tree.map(lambda _: COMPRESSOR, params),
-    delayed=True,
-  ),
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.5), workers=workers),
     demo_optax.average_gradients(workers=workers),
@@ -360,9 +351,7 @@ def expected_of(name, how):
 SOME = {
   'second': ['step auto', 'vmap'],
   'demo': ['2x4 explicit', 'unchecked'],
-  'demo_muon': ['explicit', 'checked'],
-  'delayed': ['2x4 explicit', 'step auto', 'checked', 'vmap'],
-  'demo_muon, delayed': ['step explicit', 'unchecked'],
+  'demo_muon': ['step explicit', 'explicit', 'checked', 'unchecked'],
   'cyclic': ['2x4 explicit', 'step auto', 'checked', 'vmap'],
   'cyclic, owners': ['step 2x4 auto', 'explicit', 'unchecked'],
   'per_worker': ['step 2x4 explicit', 'checked', 'pmap'],

@@ -247,12 +247,6 @@ METHODS = {
   ),
   'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
   'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
-  'delayed': lambda workers: optax.chain(
-    demo_optax.scale_by_demo(
-      demo_optax.dct_topk(), workers=workers, delayed=True
-    ),
-    optax.scale(-1e-2),
-  ),
   'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
     optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers
   ),
@@ -276,9 +270,9 @@ def joined_rows(data):
   return [x.reshape(-1, x.shape[-1]) for x in data]
 
 
-# Bytes in a step's largest message beside the exchange's own: a loss with its count, a count
-# of the valid, metrics, a weight. A delayed message is sent alone.
-BESIDE = {'demo_muon': 12, 'delayed': 0, 'demo_diloco': 0, 'weighted': 24}
+# Bytes in a step's largest message beside the exchange's own: the loss and its
+# count, a count of the valid, metrics, a weight.
+BESIDE = {'demo_muon': 12, 'demo': 12, 'demo_diloco': 0, 'weighted': 24}
 
 
 @pytest.fixture
@@ -291,11 +285,11 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'method', ['demo_muon', 'delayed', 'demo_diloco', 'weighted']
+  'method', ['demo_muon', 'demo', 'demo_diloco', 'weighted']
 )
 def test_as_simulated(method, request):
   """Also the bytes, those of `plan` and few others."""
-  if method == 'delayed':
+  if method == 'demo':
     request.getfixturevalue('small_pieces')
   count = 3 if method == 'weighted' else 2
   data = data_of(method, count, 10)
@@ -342,12 +336,11 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize('method', ['averaged', 'delayed'])
-def test_workers_of_several_devices(method):
+def test_workers_of_several_devices():
   """Two workers of four devices, which shard parameters."""
   data = [batches(i, 2, 3) for i in range(6)]
   simulated = demo_optax.Workers.simulated(2, SPECS, {'fsdp': 4})
-  expected = train(method, simulated, joined_rows(data))
+  expected = train('averaged', simulated, joined_rows(data))
 
   def of_worker(workers):
     rank = workers.relay.rank
@@ -355,14 +348,14 @@ def test_workers_of_several_devices(method):
     workers = demo_optax.Workers.remote(
       workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=SPECS
     )
-    return train(method, workers, [x[rank] for x in data])
+    return train('averaged', workers, [x[rank] for x in data])
 
   with Joined(2) as joined:
     found = joined.run(of_worker)
   (params, _), (others, _) = found
   jax.tree.map(np.testing.assert_array_equal, params, others)
   for name, x in params.items():
-    if method == 'averaged' and name != 'w':
+    if name != 'w':
       # Dense updates are multiplied and added in other ways by sharded programs.
       np.testing.assert_allclose(x, expected[0][name], rtol=1e-5, atol=1e-6)
     else:

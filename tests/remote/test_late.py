@@ -142,8 +142,7 @@ def check_equal(found):
 
 
 @pytest.mark.parametrize(
-  'method, evaluates',
-  [('demo_diloco', False), ('delayed', False), ('demo', True)],
+  'method, evaluates', [('demo_diloco', False), ('demo', True)]
 )
 def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""

@@ -90,47 +90,6 @@ def test_the_parts_are_the_step(count):
     np.testing.assert_array_equal(one, other)
 
 
-def test_an_early_message_travels_beside_the_next_program():
-  """That of the next round is computed before anybody waits for it."""
-
-  def run(w, x):
-    now = meet(jnp.sin(w) * x, THREE)
-    late = meet(w, THREE, early=True)
-    return late.rows.sum(0), meet(now.rows[0], THREE).rows[0], late.included
-
-  happened, everyone = [], Everyone()
-
-  def noted(number, program):
-    return lambda *args: happened.append(number) or program(*args)
-
-  def exchange(eqns, sent):
-    happened.append('sent')
-    return everyone.send(eqns, sent)
-
-  w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), COMPILED, donated=[0, 1])
-  plan._parts = [
-    part._replace(run=noted(number, part.run))
-    for number, part in enumerate(plan._parts)
-  ]
-  found, other, _ = plan.run([w, x], exchange)
-  assert happened == [0, 1, 'sent', 'sent', 2, 'sent', 3]
-  np.testing.assert_array_equal(found, np.full(7, 3.0))
-  np.testing.assert_allclose(other, np.sin(1.0) * 2.0 * np.ones(7), 1e-6)
-
-
-def test_a_message_that_needs_an_early_one():
-  def run(w):
-    late = meet(w, THREE, early=True)
-    return meet(late.rows.sum(0), THREE).rows.sum(0)
-
-  w, everyone = jnp.ones(7), Everyone()
-  plan = PartedStep(flat(jax.make_jaxpr(run)(w)), COMPILED)
-  (found,) = plan.run([w], everyone.send)
-  np.testing.assert_array_equal(found, np.full(7, 9.0))
-  assert len(everyone.sent) == 2
-
-
 def test_what_is_donated():
   """The caller's arrays, once all exchanges have succeeded, and no sooner."""
 
