@@ -200,7 +200,8 @@ def to_chunks(x: Array, grid: ChunkGrid, step: Numeric = 0) -> Array:
   x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
   if grid.period > 1:
     x = _take_turns(x, grid, step)
-  x = jnp.pad(x, [(0, end) for end in grid.ends])
+  if any(grid.ends):
+    x = jnp.pad(x, [(0, end) for end in grid.ends])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
   return x.reshape(grid.num_chunks, -1)

@@ -410,23 +410,14 @@ def _is_valid(
     dtype = chunk.dtype
     weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
-    good.append(_none(~(jnp.abs(weighted) <= largest)))
+    # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
+    good.append(jnp.all(jnp.abs(weighted) <= largest))
   for i in layout.averaged:
     gradient = gradients[i]
     if weight is not None:
       gradient = weight.astype(gradient.dtype) * gradient
-    good.append(_none(~jnp.isfinite(gradient)))
+    good.append(jnp.all(jnp.isfinite(gradient)))
   return plain.every(good)
-
-
-def _none(beyond: Array) -> Array:
-  """Returns whether no element is true."""
-  # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
-  if not platform.reduce_in_two_stages():
-    return ~jnp.any(beyond)
-  rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
-  beyond = beyond.reshape(rows, beyond.size // rows)
-  return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
 
 
 def _averages(

@@ -43,13 +43,8 @@ def accumulate_and_select(
       return None, _chosen(bucket, coefficients(), step)
     old = _load(momentum, start, rows)
 
-    def add(_: object, m: jax.Array) -> jax.Array:
-      return rounding.mul_no_fma(decay, m) + coefficients()
-
-    if platform.loop_to_keep(gradients.size):
-      m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
-    else:
-      m = jnp.where(valid, add(None, old), old)
+    new = rounding.mul_no_fma(decay, old) + coefficients()
+    m = jnp.where(valid, new, old)
     return _store(momentum, m, start), _chosen(bucket, m, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
