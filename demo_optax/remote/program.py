@@ -317,8 +317,10 @@ class RemoteProgram:
       is_wanted = self._link.position.then == frames.SEND
       messages = gather(arrays, body)
       size = frames.CHAIN + states.num_bytes(types)
-      by_rank = enumerate(messages)
-      sketches = {rank: m[size:] for rank, m in by_rank if len(m) > size}
+      sketches = {}
+      for rank, message in enumerate(messages):
+        if len(message) > size:
+          sketches[rank] = message[size:]
       if sketches:
         first = self._compare(arrays, sketches, sent is None)
         self._is_source |= is_wanted and first == self._link.rank

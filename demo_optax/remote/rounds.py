@@ -61,6 +61,7 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -145,6 +146,20 @@ class _Member:
   @property
   def name(self) -> str:
     return frames.name_of(self.rank)
+
+
+class _Kind(NamedTuple):
+  """Of a message: those of a round are of one kind."""
+
+  is_evaluation: bool
+  size: int
+  tag: bytes
+
+
+def _kind_of(member: _Member) -> _Kind:
+  body = member.body
+  is_evaluation = not frames.changes_state(body)
+  return _Kind(is_evaluation, len(body), body[: frames.CHAIN])
 
 
 class Rounds:
@@ -245,20 +260,22 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    workers = [member for _, member in members if not member.follows]
-    joining = [member for member in workers if member.joins]
-    sent = [member for member in workers if member.body]
-    is_over = now - self._began > self._limit
-    is_complete = all(m.body for m in workers if m.awaited)
-    # Those that join are there, and wait for a state.
-    is_quorum = len(sent) + len(joining) >= self.options.quorum
-    if sent and is_quorum and (is_complete or is_over):
-      self._close(now)
+    sent = joining = 0
+    is_complete = True
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
+      if not member.follows:
+        sent += bool(member.body)
+        joining += member.joins
+        is_complete &= bool(member.body) or not member.awaited
+    is_over = now - self._began > self._limit
+    # Those that join are there, and wait for a state.
+    is_quorum = sent + joining >= self.options.quorum
+    if sent and is_quorum and (is_complete or is_over):
+      self._close(now)
     patience = max(self.options.start, 3 * self._limit)
     if joining and now - self._began > patience:
       self._say('all workers have left the run')
@@ -455,23 +472,14 @@ class Rounds:
     """
     senders = [member for member in self._members.values() if member.body]
     senders.sort(key=lambda member: member.rank)
-    kinds = []
+    kinds = collections.Counter(map(_kind_of, senders)).most_common()
+    chosen, _ = max(kinds, key=lambda found: found[0].is_evaluation)
     for member in senders:
-      is_evaluation = not frames.changes_state(member.body)
-      tag = member.body[: frames.CHAIN]
-      kinds.append((is_evaluation, len(member.body), tag))
-    counts = collections.Counter(kinds)
-    chosen = max(counts, key=lambda kind: (kind[0], counts[kind]))
-    is_evaluation, size, _ = chosen
-    text = (
-      'round %d without worker %d, which has called another step: its message'
-      ' has %d bytes, not %d'
-    )
-    for member, kind in zip(senders, kinds):
-      if kind != chosen:
-        self._say(text, self.round, member.rank, len(member.body), size)
+      if _kind_of(member) != chosen:
+        text = 'round %d without worker %d, which has called another step'
+        self._say(text, self.round, member.rank)
         member.body = b''
-    return not is_evaluation
+    return not chosen.is_evaluation
 
   def _send_list(
     self, member: _Member, number: int, closed: Sequence[bytes]
@@ -516,8 +524,7 @@ class Rounds:
     """Takes a part; one that is not taken is answered by its own number."""
     now = self._clock()
     try:
-      leads = self._lists.lead_from(header)
-      if header.number == 0 and self._wants_state and leads:
+      if header.number == 0 and self._wants_state:
         self._drop_state()
         self._state = State(header, now)
       state = self._state

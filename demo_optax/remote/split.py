@@ -165,7 +165,9 @@ class PartedStep:
       run, read = function_of(self._jaxpr, eqns, writes)
       later.update(read)
       parts.insert(0, _Part(run, read, writes))
-    return [part._replace(run=self._compiled(part)) for part in parts]
+    for number, part in enumerate(parts):
+      parts[number] = part._replace(run=self._compiled(part))
+    return parts
 
   def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
