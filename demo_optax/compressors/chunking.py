@@ -230,9 +230,10 @@ def _take_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
   groups = -(-rows // grid.period)
   x = plain.pad_to(x.reshape(-1, rows, cols), groups * grid.period, axis=1)
   x = x.reshape(-1, groups, grid.period, cols)
-  # Along rows: neither vectors nor tiles of a TPU are taken apart.
-  taken = jnp.sum(jnp.where(_turns(grid.period, cols, step), x, 0), axis=2)
-  return taken.reshape(grid.taken)
+  # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
+  # finite among the others makes NaN, which excludes the worker.
+  x = jnp.where(_turns(grid.period, cols, step), x, 0 * x)
+  return jnp.sum(x, axis=2).reshape(grid.taken)
 
 
 def _put_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
@@ -247,9 +248,9 @@ def _put_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
 
 def _turns(period: int, cols: int, step: Numeric) -> Array:
   """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
-  row, col = np.ogrid[:period, :cols]
-  ahead = jnp.asarray((col - row) % period, jnp.int32)
-  return (ahead == step % period)[None, None]
+  row = np.arange(period, dtype=np.int32)[:, None]
+  col = np.arange(cols, dtype=np.int32)[None] % period
+  return jnp.asarray((row + step) % period == col)[None, None]
 
 
 # Transforming -----------------------------------------------------------------
