@@ -152,7 +152,7 @@ def exchange(
   starts = layout.starts(hyper.step)
   chunks = []
   for i, device in enumerate(devices):
-    chunks.append(layout.fill(i, gradients, device, starts))
+    chunks.append(layout.fill(i, gradients, device, starts, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -221,7 +221,7 @@ def exchange(
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, starts)
+    updates |= layout.cut(i, update, starts, sent_at)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.compressors.selectors import Cyclic, TopK
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import plain, platform, rounding, topk
 
@@ -204,8 +204,6 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
 
 def _take_shared(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns the values `[rows, k]` that all workers select at a step."""
-  if isinstance(bucket.select, Cyclic):
-    return bucket.select.take(c, step)
   indices = _shared_indices(bucket, step, len(c))
   return _or_nan(bucket, indices, topk.take(c, indices))
 
@@ -215,8 +213,6 @@ def _spread_shared(
 ) -> jax.Array:
   """Undoes `_take_shared`, with zeros elsewhere; returns `[rows, n]`."""
   n = bucket.format.n
-  if isinstance(bucket.select, Cyclic):
-    return bucket.select.put(values, n, step)
   zeros = jnp.zeros_like(values, shape=(len(values), n))
   indices = _shared_indices(bucket, step, len(values))
   return topk.subtract(zeros, indices, -values)
