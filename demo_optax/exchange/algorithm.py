@@ -221,7 +221,7 @@ def exchange(
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, starts, sent_at)
+    updates |= layout.cut(i, update, starts, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages

@@ -31,21 +31,14 @@ def accumulate_and_select(
   def add_piece(
     momentum: jax.Array | None, start: chex.Numeric, rows: int
   ) -> Any:
-    g = _load(gradients, start, rows)  # [rows, n]
-
-    def coefficients() -> jax.Array:
-      c = rounding.mul_no_fma(weight, g)
-      if bucket.content == 'chunks':
-        c = chunking.transform(c, bucket.sides, bucket.basis)
-      return c
-
-    if momentum is None:
-      return None, _chosen(bucket, coefficients(), step)
-    old = _load(momentum, start, rows)
-
-    new = rounding.mul_no_fma(decay, old) + coefficients()
-    m = jnp.where(valid, new, old)
-    return _store(momentum, m, start), _chosen(bucket, m, step)
+    c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
+    if bucket.content == 'chunks':
+      c = chunking.transform(c, bucket.sides, bucket.basis)
+    if momentum is not None:
+      old = _load(momentum, start, rows)
+      c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
+      momentum = _store(momentum, c, start)
+    return momentum, _chosen(bucket, c, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
   shape = bucket.rows, bucket.format.k
