@@ -101,7 +101,6 @@ PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
 ROWS = {  # of the table of results
   'AdamW': {'method': 'adamw'},
   'Muon': MUON,
-  'demo_muon, period=4': {**TURNS, 'cyclic': 4},
   'demo_muon': {**TURNS, 'cyclic': 8, 'rows': 8},
   'topk=128': {'topk': 128, **BEST},
   'topk=64': {'topk': 64, 'rows': 8, **BEST},
@@ -139,7 +138,7 @@ ROWS = {  # of the table of results
 PLOTTED = {
   'AdamW': '#0072B2',
   'Muon': '#E69F00',
-  'demo_muon, period=4': '#009E73',
+  'topk=128': '#009E73',
   'demo_muon': '#D55E00',
   'topk=8': '#CC79A7',
   'DeMo as published': '#56B4E9',
