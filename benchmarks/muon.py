@@ -96,14 +96,16 @@ MUON = {
   'preconditioning': 'frobenius',
 }
 BEST = {'average': 'workers', 'other_lr': 6e-3}  # of the recipe
+TURNS = {'method': 'demo_muon', 'lr': 2e-2, 'other_lr': 1.2e-2}
 PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
 ROWS = {  # of the table of results
   'AdamW': {'method': 'adamw'},
   'Muon': MUON,
-  'demo_muon, topk=128': {'topk': 128, **BEST},
-  'demo_muon': {'topk': 64, 'rows': 8, **BEST},
-  'demo_muon, topk=32': {'rows': 8, **BEST},
-  'demo_muon, topk=8': {'topk': 8, 'rows': 8, **BEST},
+  'demo_muon, period=4': {**TURNS, 'cyclic': 4},
+  'demo_muon': {**TURNS, 'cyclic': 8, 'rows': 8},
+  'topk=128': {'topk': 128, **BEST},
+  'topk=64': {'topk': 64, 'rows': 8, **BEST},
+  'topk=8': {'topk': 8, 'rows': 8, **BEST},
   'Signum': {'method': 'signum', 'lr': 5e-4, 'beta': 0.9},
   'DeMo as published': PUBLISHED,
   'DeMo in signs': {'method': 'demo', 'decay': 0.99},
@@ -137,9 +139,9 @@ ROWS = {  # of the table of results
 PLOTTED = {
   'AdamW': '#0072B2',
   'Muon': '#E69F00',
-  'demo_muon, topk=128': '#009E73',
+  'demo_muon, period=4': '#009E73',
   'demo_muon': '#D55E00',
-  'demo_muon, topk=8': '#CC79A7',
+  'topk=8': '#CC79A7',
   'DeMo as published': '#56B4E9',
   'demo_diloco, Muon inside': '#000000',
 }
@@ -534,7 +536,7 @@ def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   short = {'data': 'botocore', 'width': 128, 'heads': 4, 'steps': 200}
   muon: dict[int, float] = {}
   lines: dict[tuple[int, float], dict[int, float]] = {}
-  recipe = settings_of(ROWS['demo_muon'] | short)
+  recipe = settings_of(ROWS['topk=64'] | short)
   for record in records:
     s = settings_of(record)
     lr, workers, batch = s['lr'], s['workers'], s['batch']

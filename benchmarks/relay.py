@@ -441,8 +441,7 @@ def follow(args: argparse.Namespace) -> None:
   size = sum(x.size for x in jax.tree.leaves(params))
   rows = []
   for workers in (1, 4):
-    compressor = functools.partial(recipes.muon_compressors, topk=64)
-    plan = demo_optax.plan(params, compressor, workers)
+    plan = demo_optax.plan(params, recipes.muon_compressors, workers)
     job = Messages(workers)
     wire = Slow(job.address, 1e6, 0.0)
     follower = link.Link(wire.address, None, None)

@@ -477,7 +477,9 @@ def _put_back(
     for number, bucket in enumerate(layout.buckets):
       # As of several workers: [1, rows, n], or [1, devices, rows, n].
       momentum = buckets[bucket.name][None]
-      shared = {member: flat[member][None] for member in layout.members(number)}
+      shared = {}
+      for member in layout.members(number):
+        shared[member] = flat[member][None]
       momentum += fill_bucket(layout, number, shared, momentum, encode)
       buckets[bucket.name] = momentum[0]
       own = cut_bucket(layout, number, momentum, decoded=True)

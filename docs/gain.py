@@ -26,10 +26,9 @@ METHODS = {
 }
 BANDWIDTHS = {'10 Mbit/s': 10, '100 Mbit/s': 100, '1 Gbit/s': 1000}
 SETTINGS = [
-  'demo_muon, topk=8',
-  'demo_muon, topk=32',
+  'topk=8',
   'demo_muon',
-  'demo_muon, topk=128',
+  'demo_muon, period=4',
 ]
 RUNS = muon.read()
 LINKS = json.loads((ROOT / 'benchmarks/results/links_muon.json').read_text())

@@ -3,14 +3,12 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.value_codes import CODES, ValueCode
-from demo_optax.numerics import platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +91,6 @@ class ChunkFormat:
     bool `[workers]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
-    if platform.one_payload_at_a_time(chunks * self.n):
-      return jax.lax.map(lambda row: self._decode(row, chunks), data)
-    return self._decode(data, chunks)
-
-  def _decode(
-    self, data: Array, chunks: int
-  ) -> tuple[Array | None, Array, Array]:
-    """As `decode`, for words `[..., words]`."""
     split = self.value_code.words(chunks)
     values = self.value_code.decode(data[..., :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN

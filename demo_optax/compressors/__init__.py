@@ -15,7 +15,6 @@ from demo_optax.compressors.compressor import (
   full,
 )
 from demo_optax.compressors.selectors import (
-  Cyclic,
   RandomSubset,
   Selector,
   Slicing,
@@ -27,7 +26,6 @@ __all__ = [
   'FROZEN',
   'Basis',
   'Compressor',
-  'Cyclic',
   'Dct',
   'Hadamard',
   'Identity',

@@ -401,6 +401,7 @@ class Layout:
     shards: Mapping[int, Array],
     device: Array | int,
     starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
@@ -410,7 +411,7 @@ class Layout:
     chunks = {}
     for i in self.members(number):
       shard = shards[i].astype(bucket.format.dtype)
-      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid)
+      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid, step)
     if bucket.num_devices == 1:
       return self.join(number, chunks, bucket.rows, starts)
     of_all = self.join(number, chunks, bucket.all_chunks, starts)
@@ -421,11 +422,12 @@ class Layout:
     number: int,
     rows: Array,
     starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for i, chunks in self.split(number, rows, starts).items():
-      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid)
+      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
     return shards
 
   def clear_padding(
@@ -529,7 +531,7 @@ def _empty_bucket(
     split_axes=tuple(split),
     num_devices=math.prod(split.values()),
     size=0,
-    error_feedback=compressor.error_feedback,
+    error_feedback=compressor.period is None,
   )
 
 

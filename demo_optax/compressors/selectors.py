@@ -14,10 +14,7 @@ import numpy as np
 from jax import Array
 
 from demo_optax import _checks
-from demo_optax.numerics import plain, topk
-
-# Elements of a row of `Cyclic`: the columns of a chunk of 64x64.
-_ROW = 64
+from demo_optax.numerics import topk
 
 
 class Selector(Protocol):
@@ -162,63 +159,3 @@ class Slicing(_Share):
     starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
     start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
     return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cyclic:
-  """Every `period`-th diagonal of a chunk, the next ones at each step.
-
-  A chunk is read as rows of some 64 elements, filled with zeros. Each row is
-  one element further in its turns than the row before: what is sent in a step
-  has elements in all rows and in all columns of a chunk of 64x64, and full
-  rank, which an eighth of its rows or columns has not.
-
-  Attributes:
-    period: steps until all has been selected, at least 2.
-  """
-
-  shared: ClassVar[bool] = True
-  period: int
-
-  def __post_init__(self) -> None:
-    _checks.check_positive('period', self.period, 2)
-
-  def _shape(self, n: int) -> tuple[int, int, int]:
-    """Returns the numbers of rows, of turns in a row, and the period."""
-    turns = -(-min(n, _ROW) // self.period)
-    return -(-n // (turns * self.period)), turns, self.period
-
-  def _is_selected(self, rows: int, step: Array) -> Array:
-    """Returns whose turn it is, bool `[rows, 1, period]`."""
-    row, place = np.arange(rows)[:, None], np.arange(self.period)
-    turn = ((place - row) % self.period).astype(np.int32)  # [rows, period]
-    return (step % self.period == turn)[:, None]
-
-  def count(self, n: int) -> int:
-    rows, turns, _ = self._shape(n)
-    return rows * turns
-
-  def take(self, x: Array, step: Array) -> Array:
-    """Returns the elements `[chunks, k]` selected from `[chunks, n]`."""
-    chunks, n = x.shape
-    shape = self._shape(n)
-    x = plain.pad_to(x, math.prod(shape), axis=1).reshape(chunks, *shape)
-    selected = jnp.where(self._is_selected(shape[0], step), x, 0)
-    return jnp.sum(selected, axis=3).reshape(chunks, -1)
-
-  def put(self, selected: Array, n: int, step: Array) -> Array:
-    """Undoes `take`, with zeros elsewhere."""
-    chunks = len(selected)
-    rows, turns, _ = self._shape(n)
-    x = selected.reshape(chunks, rows, turns, 1)
-    # [chunks, rows, turns, period]
-    x = jnp.where(self._is_selected(rows, step), x, 0)
-    return x.reshape(chunks, -1)[:, :n]
-
-  def __call__(
-    self,
-    coefficients: Array,
-    step: Array,
-  ) -> Array:
-    n = coefficients.shape[1]
-    return self.take(jnp.arange(n, dtype=jnp.int32)[None], step)

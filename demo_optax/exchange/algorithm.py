@@ -154,7 +154,7 @@ def exchange(
   starts = layout.starts(hyper.step)
   chunks = []
   for i, device in enumerate(devices):
-    chunks.append(layout.fill(i, gradients, device, starts))
+    chunks.append(layout.fill(i, gradients, device, starts, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -223,7 +223,7 @@ def exchange(
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, starts)
+    updates |= layout.cut(i, update, starts, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
@@ -345,23 +345,14 @@ def _is_valid(
     dtype = chunk.dtype
     weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
-    good.append(_none(~(jnp.abs(weighted) <= largest)))
+    # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
+    good.append(jnp.all(jnp.abs(weighted) <= largest))
   for i in layout.averaged:
     gradient = gradients[i]
     if weight is not None:
       gradient = weight.astype(gradient.dtype) * gradient
-    good.append(_none(~jnp.isfinite(gradient)))
+    good.append(jnp.all(jnp.isfinite(gradient)))
   return plain.every(good)
-
-
-def _none(beyond: Array) -> Array:
-  """Returns whether no element is true."""
-  # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
-  if not platform.reduce_in_two_stages():
-    return ~jnp.any(beyond)
-  rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
-  beyond = beyond.reshape(rows, beyond.size // rows)
-  return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
 
 
 def _averages(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.compressors.selectors import Cyclic, TopK
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import plain, platform, rounding, topk
 
@@ -31,26 +31,14 @@ def accumulate_and_select(
   def add_piece(
     momentum: jax.Array | None, start: chex.Numeric, rows: int
   ) -> Any:
-    g = _load(gradients, start, rows)  # [rows, n]
-
-    def coefficients() -> jax.Array:
-      c = rounding.mul_no_fma(weight, g)
-      if bucket.content == 'chunks':
-        c = chunking.transform(c, bucket.sides, bucket.basis)
-      return c
-
-    if momentum is None:
-      return None, _chosen(bucket, coefficients(), step)
-    old = _load(momentum, start, rows)
-
-    def add(_: object, m: jax.Array) -> jax.Array:
-      return rounding.mul_no_fma(decay, m) + coefficients()
-
-    if platform.loop_to_keep(gradients.size):
-      m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
-    else:
-      m = jnp.where(valid, add(None, old), old)
-    return _store(momentum, m, start), _chosen(bucket, m, step)
+    c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
+    if bucket.content == 'chunks':
+      c = chunking.transform(c, bucket.sides, bucket.basis)
+    if momentum is not None:
+      old = _load(momentum, start, rows)
+      c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
+      momentum = _store(momentum, c, start)
+    return momentum, _chosen(bucket, c, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
   shape = bucket.rows, bucket.format.k
@@ -209,8 +197,6 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
 
 def _take_shared(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns the values `[rows, k]` that all workers select at a step."""
-  if isinstance(bucket.select, Cyclic):
-    return bucket.select.take(c, step)
   indices = _shared_indices(bucket, step, len(c))
   return _or_nan(bucket, indices, topk.take(c, indices))
 
@@ -220,8 +206,6 @@ def _spread_shared(
 ) -> jax.Array:
   """Undoes `_take_shared`, with zeros elsewhere; returns `[rows, n]`."""
   n = bucket.format.n
-  if isinstance(bucket.select, Cyclic):
-    return bucket.select.put(values, n, step)
   zeros = jnp.zeros_like(values, shape=(len(values), n))
   indices = _shared_indices(bucket, step, len(values))
   return topk.subtract(zeros, indices, -values)

@@ -28,8 +28,11 @@ def take(coefficients: Array, indices: Array) -> Array:
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
-  """Returns coefficients `[chunks, n]`: sums of the values at each index."""
-  return _spread_all(indices, values[:, None], n)[:, 0]
+  """Returns coefficients `[chunks, n]` with the values at distinct indices."""
+  rows, columns = _one_hot(indices, n)
+  in_rows = jnp.where(rows, values[:, None], 0)  # [chunks, rows, k]
+  table = _product(in_rows, columns.astype(values.dtype))
+  return table.reshape(len(values), -1)[:, :n]  # without padding
 
 
 def add_up(
@@ -37,28 +40,32 @@ def add_up(
 ) -> tuple[Array, Array]:
   """Adds up values `[workers, chunks, k]` from the workers that are `present`.
 
-  Returns the sums `[chunks, n]`, and from how many workers each is, as floats.
+  Returns tables `[chunks, rows, columns]`: the sums, and from how many workers
+  each is, as floats.
   """
-  _, chunks, _ = values.shape
-  present = jnp.broadcast_to(present[:, None, None], values.shape)
-  values = jnp.where(present, values, 0)
-  both = jnp.stack([values, present.astype(values.dtype)])
-  # [chunks, 2, workers * k]
-  both = jnp.moveaxis(both, 2, 0).reshape(chunks, 2, -1)
-  indices = jnp.swapaxes(indices, 0, 1).reshape(chunks, -1)
-  sums = _spread_all(indices, both, n)
-  return sums[:, 0], sums[:, 1]
+  k = values.shape[2]
+  values = _side_by_side(jnp.where(present[:, None, None], values, 0))
+  indices = _side_by_side(indices)
+  # [1, 1, workers * k]
+  ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
+  _, columns = _one_hot(indices, n)
+  # The rows of sums, then those of counts, in one product.
+  number = _num_rows(n)
+  row = jnp.arange(2 * number, dtype=jnp.int32)[None, :, None]
+  of_sum = row < number
+  row = jnp.where(of_sum, row, row - number)
+  hits = (indices // _COLUMNS)[:, None] == row
+  both = jnp.where(of_sum, values[:, None], ones)
+  in_rows = jnp.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
+  sums = _product(in_rows, columns.astype(values.dtype))
+  total, counts = jnp.split(sums, 2, axis=1)
+  return total, counts
 
 
-def _spread_all(indices: Array, values: Array, n: int) -> Array:
-  """As `spread`, for arrays of values `[chunks, arrays, k]` in one product."""
-  chunks, arrays, k = values.shape
-  rows, columns = _one_hot(indices, n)
-  # [chunks, arrays, rows, k]
-  in_rows = jnp.where(rows[:, None], values[:, :, None], 0)
-  in_rows = in_rows.reshape(chunks, -1, k)
-  tables = _product(in_rows, columns.astype(values.dtype))
-  return tables.reshape(chunks, arrays, -1)[..., :n]  # without padding
+def _side_by_side(x: Array) -> Array:
+  """Returns `[workers, chunks, k]` as `[chunks, workers * k]`."""
+  _, chunks, _ = x.shape
+  return jnp.swapaxes(x, 0, 1).reshape(chunks, -1)
 
 
 def _num_rows(n: int) -> int:

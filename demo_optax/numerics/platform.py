@@ -126,16 +126,6 @@ def hides_constants() -> bool:
   return of() == 'cpu'
 
 
-def loop_to_keep(elements: int) -> bool:
-  """Returns whether a zero-or-one-trip loop replaces a select on momentum.
-
-  XLA:CPU fuses a select into each use, computes it three times, and copies
-  momentum. For few elements that costs less than compiling the loop. On GPUs
-  such a loop waits for the host.
-  """
-  return of() == 'cpu' and elements > _SMALL
-
-
 def unrolled(workers: int) -> int:
   """Returns how many workers a turn of a loop adds; GPUs wait for turns."""
   return 1 if of() == 'cpu' else min(workers, 16)
@@ -148,11 +138,6 @@ def count_by_comparison(sent: int) -> bool:
   coefficient, mostly zeros. CPUs write it in the caches.
   """
   return of() != 'cpu' and sent <= 512
-
-
-def one_payload_at_a_time(elements: int) -> bool:
-  """Returns whether payloads are decoded one by one, within the caches."""
-  return of() == 'cpu' and elements > _SMALL
 
 
 def by_product() -> bool:
@@ -184,15 +169,6 @@ def joins_kernels() -> bool:
   long as writing some megabytes.
   """
   return of() == 'gpu'
-
-
-def reduce_in_two_stages() -> bool:
-  """Returns whether a long reduction is written as two.
-
-  XLA:CPU splits one long reduction into several and materialises their
-  operands. TPUs would copy the operand for the reshape.
-  """
-  return of() == 'cpu'
 
 
 def digests_on_host(device: jax.Device) -> bool:

@@ -152,7 +152,8 @@ def merge(
     else:
       share = exact_reciprocal(everyone, len(values), values.dtype)
       mean = mul_no_fma(share, total)
-    return platform.laid_out(mean, in_lanes=True), distinct
+    mean = platform.laid_out(mean, in_lanes=True)
+    return mean.reshape(len(mean), -1)[:, :n], distinct
 
   workers, counted = len(values), present[:, None, None]
   if weights is not None:

@@ -134,9 +134,7 @@ def scale_to_muon(
     if isinstance(compressor, Compressor):
       sent = compressor.chunks(shape, 'float32').format
       share = sent.k / sent.n
-      waits = 1 / share
-      if compressor.error_feedback:
-        waits = 1 / (1 - decay * (1 - share))
+      waits = compressor.period or 1 / (1 - decay * (1 - share))
     rms = consistent_rms
     if rms is None:
       rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
@@ -249,9 +247,8 @@ def _update_matrices(
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
   """Returns orthonormal matrices, their momenta, and the number of steps.
 
-  Matrices of one shape, or of that shape transposed, form stacks. Devices of a
-  worker take whole matrices of a stack (`lift.spread`): sharded ones would be
-  gathered for every product.
+  Matrices of one shape form stacks. Devices of a worker take whole matrices of
+  a stack (`lift.spread`): sharded ones would be gathered for every product.
   """
   good &= (beta >= 0) & (beta < 1)
   count = optax.safe_increment(steps)
@@ -263,11 +260,11 @@ def _update_matrices(
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
   for i, (g, d) in enumerate(zip(gradients, dimensions)):
-    short, long = sorted(d, key=lambda side: _size(g, side))
-    batch = [a for a in range(g.ndim) if a not in short + long]
-    orders.append((*batch, *short, *long))
-    shape = -1, _size(g, short), _size(g, long)
-    squares = jnp.sum(jnp.square(g), long, keepdims=True)
+    inputs, outputs = d
+    batch = [a for a in range(g.ndim) if a not in inputs + outputs]
+    orders.append((*batch, *inputs, *outputs))
+    shape = -1, _size(g, inputs), _size(g, outputs)
+    squares = jnp.sum(jnp.square(g), outputs, keepdims=True)
     rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
     kind = shape, g.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(shape[1:]))
@@ -305,11 +302,13 @@ def _update_matrices(
 
 
 def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
-  """Orthonormalises `[matrices, short, long]`, times a `size [matrices]`.
+  """Orthonormalises `[matrices, rows, cols]`, times a `size [matrices]`.
 
   Newton-Schulz whose first iteration divides each row by the root of its sum in
   the Gramian (`'aol'` of optax). Large arrays are only multiplied.
   """
+  if x.shape[1] > x.shape[2]:  # products need no transposed copy
+    return _orthonormal(x.mT, size).mT
   a, b, c = _COEFFICIENTS
   one = jnp.eye(x.shape[1], dtype=x.dtype)[None]
   for iteration in range(_ITERATIONS):

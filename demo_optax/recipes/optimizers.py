@@ -120,8 +120,8 @@ def muon_compressors(
     >>> import demo_optax, jax.numpy as jnp
     >>> params = {'up': jnp.zeros((64, 64)), 'norm': jnp.zeros(64)}
     >>> found = demo_optax.recipes.muon_compressors(params)
-    >>> found['up'].select, found['norm'].select.k
-    (Cyclic(period=8), 8)
+    >>> found['up'].period, found['norm'].select.k
+    (8, 8)
 
   Args:
     params: parameters, or their shapes.

@@ -15,13 +15,6 @@ from demo_optax.remote import frames, relay
 _FLAGS = (
   ('--workers', int, None, 'N', 'the most that there can be'),
   ('--port', int, 7077, 'N', 'to listen on'),
-  (
-    '--host',
-    str,
-    None,
-    'HOST',
-    'address to listen on; 127.0.0.1, or all with --keys, if not given',
-  ),
   ('--keys', str, None, 'FILE', "the relay's file of keys"),
   (
     '--write-keys',
@@ -92,10 +85,10 @@ def main(args: list[str]) -> None:
   given = vars(parser.parse_args(args))
   if given['workers'] is None:  # a wrong flag is named before a missing one
     parser.error('--workers must be given.')
-  host, port = given.pop('host'), given.pop('port')
+  port = given.pop('port')
   if not 0 <= port < 2**16:
     parser.error(f'port must be from 0 to 65,535, got {port}. Give another.')
-  host = host or ('*' if given['keys'] else '127.0.0.1')
+  host = '*' if given['keys'] else '127.0.0.1'
   folder = given.pop('write_keys')
   try:
     if folder is not None:
@@ -103,7 +96,7 @@ def main(args: list[str]) -> None:
       return
     served = relay.Relay(f'tcp://{host}:{port}', **given)
   except zmq.ZMQError as error:
-    parser.error(f'{error}. Give another --port or --host.')
+    parser.error(f'{error}. Give another --port.')
   except (ValueError, OSError) as error:
     parser.error(str(error))
   logging.basicConfig(

@@ -23,13 +23,15 @@ LISTEN = 3
 # The part `number` of the shared state, for workers that join; answered by the
 # header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state, with the chain of the state that was taken
-# before: it was damaged, or did not help. Answered by a header, and the part.
+# A request for the part `round` of that state, with the chain of the state that
+# was taken before: it was damaged, or did not help. Answered by a header with
+# the state's round as `number`, and the part.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6
 
-# From the relay: the run has begun. `number` is the most bytes of a message.
+# From the relay: the run has begun. `number` is the round that is open now; a
+# text says the most bytes of a message.
 WELCOME = 11
 # The list of a round, see `packed`. `number` is the round that is open now.
 LIST = 12
@@ -61,7 +63,7 @@ class Header(NamedTuple):
   """The first frame of a message between worker and relay."""
 
   kind: int
-  rank: int
+  rank: int = 0  # of a worker, not in answers
   round: int = 0
   number: int = 0
   chain: bytes = b''

@@ -32,6 +32,7 @@ _GRACE = 5  # slices in which a step may end after a signal
 _BEAT = 5.0  # seconds in which the first process of several says something
 
 _Answer = tuple[Header, list[bytes]]
+_ANSWERS = {frames.HELLO: frames.WELCOME, frames.PULL: frames.PULL}
 
 
 class Behind(Exception):  # noqa: N818
@@ -92,8 +93,6 @@ class Link:
       socket.set_string(zmq.CURVE_SECRETKEY, self._keys.secret)
     socket.linger = 0
     socket.immediate = 1  # nothing waits for a connection
-    socket.reconnect_ivl = 100
-    socket.reconnect_ivl_max = 2000
     socket.heartbeat_ivl = 5000
     socket.heartbeat_timeout = 30000
     socket.ipv6 = 1
@@ -115,8 +114,10 @@ class Link:
 
   def _hello_again(self) -> None:
     last = self.position.last
-    header, _ = self._ask(frames.HELLO, self._steps, self._text, *last)
-    self.open, self._largest = header.round, header.number
+    header, (limit,) = self._ask(
+      frames.HELLO, self._text, *last, number=self._steps
+    )
+    self.open, self._largest = header.number, int(limit)
 
   def gather(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
@@ -129,7 +130,7 @@ class Link:
         f' {len(body):,}. Start the relay with a larger --max-message.'
       )
     kind = frames.MESSAGE if body else frames.LISTEN
-    header, closed = self._ask(kind, 0, body)
+    header, closed = self._ask(kind, body)
     self.open = header.number
     chain = frames.digest(self.position.chain, *closed)
     self.position = Position(
@@ -157,23 +158,24 @@ class Link:
       digest, body = parts[: frames.CHAIN], parts[frames.CHAIN :]
       self._taken = source.chain  # another one if this one does not help
       if frames.digest(body) == digest:
-        self.position = Position(source.round, source.chain, (), body[0])
-        self.open = max(self.open, source.round)
+        number = source.number
+        self.position = Position(number, source.chain, (), body[0])
+        self.open = max(self.open, number)
         self.joined += 1
         return body[1:]
 
   def _pull(self) -> tuple[Header, memoryview]:
     """Returns a state as it was sent, after its round and chain in a header."""
     parts: list[bytes] = []
-    source = Header(frames.PULL, 0)
+    source = Header(frames.PULL)
     while not parts or len(parts[-1]) == frames.PART:
-      header, bodies = self._ask(frames.PULL, len(parts), self._taken)
-      if not bodies:  # it is not there yet
+      header, found = self._ask(frames.PULL, self._taken, round=len(parts))
+      if not found:  # it is not there yet
         time.sleep(_SLICE / 1000)
       elif parts and header.chain != source.chain:  # of a later round
         parts.clear()
       else:
-        parts += bodies
+        parts += found
         source = header
     return source, memoryview(b''.join(parts))
 
@@ -211,13 +213,12 @@ class Link:
     the step does not end, a `KeyboardInterrupt` is raised where it waits.
     """
     former = {}
-    if threading.current_thread() is threading.main_thread():
+    with contextlib.suppress(ValueError):  # not in the main thread
       for number in (signal.SIGTERM, signal.SIGINT):
         handler = signal.getsignal(number)
         if callable(handler):
+          signal.signal(number, functools.partial(self._hear, handler))
           former[number] = handler
-          hear = functools.partial(self._hear, handler)
-          signal.signal(number, hear)
     try:
       yield
     finally:
@@ -239,14 +240,16 @@ class Link:
 
   # Requests and answers -------------------------------------------------------
 
-  def _header(self, kind: int, number: int = 0) -> Header:
+  def _header(self, kind: int, **fields: Any) -> Header:
     at = self.position
-    return Header(kind, self.rank, at.round, number, at.chain, self._program)
+    found = Header(kind, self.rank, at.round, 0, at.chain, self._program)
+    return found._replace(**fields)
 
-  def _ask(self, kind: int, number: int = 0, *bodies: bytes) -> _Answer:
+  def _ask(self, kind: int, *bodies: bytes, **fields: Any) -> _Answer:
     """Returns the answer to a request; says hello to a relay that is new."""
     while True:
-      answer, found = self._request(kind, number, *bodies)
+      header = self._header(kind, **fields)
+      answer, found = self._request(header, *bodies)
       if answer.kind == frames.REFUSED:
         raise RuntimeError(self._reason(*found))
       if answer.kind == frames.GONE:
@@ -263,9 +266,9 @@ class Link:
       if is_open and kind == frames.LISTEN and self.rank != frames.FOLLOWER:
         raise NotClosedError  # perhaps nobody else can send a message
 
-  def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
+  def _request(self, header: Header, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
-    header = self._header(kind, number)
+    kind = header.kind
     again = header._replace(again=True)
     whole, later = [header.pack(), *bodies], [again.pack(), *bodies]
     if kind == frames.MESSAGE:  # it is there, unless it was lost
@@ -325,16 +328,10 @@ class Link:
 
 def _fits(answer: Header, request: Header) -> bool:
   """Returns whether an answer belongs to a request, not to an earlier one."""
-  kind = request.kind
-  is_same_round = answer.round == request.round
-  return {
-    frames.WELCOME: kind == frames.HELLO,
-    frames.LIST: is_same_round and kind in (frames.MESSAGE, frames.LISTEN),
-    frames.PULL: kind == frames.PULL and answer.number == request.number,
-    frames.UNKNOWN: kind != frames.HELLO,
-    frames.GONE: True,
-    frames.REFUSED: True,
-  }.get(answer.kind, False)
+  if answer.kind in (frames.UNKNOWN, frames.GONE, frames.REFUSED):
+    return True
+  wanted = _ANSWERS.get(request.kind, frames.LIST)
+  return (answer.kind, answer.round) == (wanted, request.round)
 
 
 class SharedLink(Link):

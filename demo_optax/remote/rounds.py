@@ -61,6 +61,7 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -82,7 +83,7 @@ _LINES = 20  # of one kind in the log in a minute, and one of each worker
 _LINE = 300  # characters in it
 
 _SAME_RANK = (
-  'Another program says that it is worker {}. Give every worker a rank of its'
+  'Another program says that it is {}. Give every worker a rank of its'
   ' own, and end one before it is started again.'
 )
 
@@ -147,6 +148,20 @@ class _Member:
     return frames.name_of(self.rank)
 
 
+class _Kind(NamedTuple):
+  """Of a message: those of a round are of one kind."""
+
+  is_evaluation: bool
+  size: int
+  tag: bytes
+
+
+def _kind_of(member: _Member) -> _Kind:
+  body = member.body
+  is_evaluation = not frames.changes_state(body)
+  return _Kind(is_evaluation, len(body), body[: frames.CHAIN])
+
+
 class Rounds:
   """A run, without its connections."""
 
@@ -195,18 +210,10 @@ class Rounds:
     header = frames.unpack(head)
     if header is None:
       return self._say('refused: no header of this version')
-    rank, count = header.rank, self.options.workers
-    key: int | bytes = rank
-    if rank == frames.FOLLOWER:
-      key = header.program
-    elif rank >= count:
-      reason = (
-        f'rank must be from 0 to {count - 1}, got {rank}. Start the relay with'
-        ' more --workers.'
-      )
-      return self._refuse(identity, rank, reason)
+    rank, name = header.rank, frames.name_of(header.rank)
+    key = header.program if rank == frames.FOLLOWER else rank
     if key_rank not in (None, rank):
-      return self._say('refused: a key that is not of rank %d', rank)
+      return self._say('refused: a key that is not that of %s', name)
     member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
       # Messages of a program that has ended may still be on their way.
@@ -214,15 +221,15 @@ class Rounds:
         member.rival, member.rival_since = header.program, now
       both_live = member.heard > member.rival_since + _SECONDS / 2
       if header.kind != frames.HELLO or both_live:
-        return self._refuse(identity, rank, _SAME_RANK.format(rank))
+        return self._refuse(identity, _SAME_RANK.format(name))
       if now - member.heard < _SECONDS:
-        return self._send(identity, Header(frames.AGAIN, rank))
-      self._say('worker %d was started again', rank)
+        return self._send(identity, Header(frames.AGAIN))
+      self._say('%s was started again', name)
     if header.kind == frames.HELLO and bodies:
       text, *last = bodies
       self._hello(key, _Member(identity, now, header, text, last))
     elif member is None:
-      self._send(identity, Header(frames.UNKNOWN, rank))
+      self._send(identity, Header(frames.UNKNOWN))
     else:
       member.heard = now
       if self._text:
@@ -253,20 +260,22 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    workers = [member for _, member in members if not member.follows]
-    joining = [member for member in workers if member.joins]
-    sent = [member for member in workers if member.body]
-    is_over = now - self._began > self._limit
-    is_complete = all(m.body for m in workers if m.awaited)
-    # Those that join are there, and wait for a state.
-    is_quorum = len(sent) + len(joining) >= self.options.quorum
-    if sent and is_quorum and (is_complete or is_over):
-      self._close(now)
+    sent = joining = 0
+    is_complete = True
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
+      if not member.follows:
+        sent += bool(member.body)
+        joining += member.joins
+        is_complete &= bool(member.body) or not member.awaited
+    is_over = now - self._began > self._limit
+    # Those that join are there, and wait for a state.
+    is_quorum = sent + joining >= self.options.quorum
+    if sent and is_quorum and (is_complete or is_over):
+      self._close(now)
     patience = max(self.options.start, 3 * self._limit)
     if joining and now - self._began > patience:
       self._say('all workers have left the run')
@@ -277,12 +286,12 @@ class Rounds:
   def _hello(self, key: int | bytes, member: _Member) -> None:
     header, rank = member.hello, member.rank
     if reason := self._misfit(member):
-      return self._refuse(member.identity, rank, reason)
+      return self._refuse(member.identity, reason)
     if self._text not in (b'', member.text):
       return self._refuse_text(member, self._text)
     if member.follows:
       if not self._text:
-        return self._send(member.identity, Header(frames.AGAIN, rank))
+        return self._send(member.identity, Header(frames.AGAIN))
     elif not header.again:
       self._say('worker %d says hello, round %d', rank, header.round)
     if self._text and header.round > self.round and not member.follows:
@@ -300,7 +309,9 @@ class Rounds:
     """Returns why a hello cannot be that of a worker of this run, or ''."""
     first, _, _ = member.text.partition(b'\n')
     expected = frames.described(self.options.workers, {})
-    is_possible = 0 <= member.hello.round < _MAX_ROUND
+    is_possible = 0 <= member.hello.round < _MAX_ROUND and (
+      member.follows or member.rank < self.options.workers
+    )
     if first != expected or not is_possible:
       found = first[:_LINE].decode('utf-8', 'replace')
       return (
@@ -315,20 +326,19 @@ class Rounds:
     """Begins the run if all workers are there, or the time for it is over."""
     members = list(self._members.items())
     texts = collections.Counter(member.text for _, member in members)
-    ((text, most),) = texts.most_common(1)
+    ((text, _),) = texts.most_common(1)
     # A run that begins waits for all, one that continues only for some time.
     patience = self.options.start
     if any(member.hello.round for _, member in members):
       patience = max(10.0, 5 * self._limit)
     is_over = now - self._began > patience
-    is_full = len(members) == self.options.workers
-    if is_over or is_full or 2 * most > self.options.workers:
+    if is_over or len(members) == self.options.workers:
       for key, member in members:
         if member.text != text:
           self._refuse_text(member, text)
           del self._members[key]
-    if is_over or len(self._members) == self.options.workers:
-      self._begin(text)
+      if is_over or len(members) == len(self._members):
+        self._begin(text)
 
   def _begin(self, text: bytes) -> None:
     """Begins a run, or continues one of another relay."""
@@ -338,11 +348,10 @@ class Rounds:
       (m.hello.round, m.hello.number, m.hello.chain) for m in members
     )
 
-    def claim(at: tuple[int, int, bytes]) -> tuple[int, int, int]:
-      number, steps, _ = at
-      return number, steps, positions[at]
-
-    number, _, chain = max(positions, key=claim)
+    # Of most rounds and steps, that of most workers.
+    (number, _, chain), _ = max(
+      positions.most_common(), key=lambda found: found[0][:2]
+    )
     self._lists.begin(number, chain)
     self._then, self._compared = frames.NOTHING, number
     # A list that some may not have received, and others have.
@@ -359,9 +368,10 @@ class Rounds:
     self._say('round %d, %d workers', number, len(members))
 
   def _welcome(self, member: _Member) -> None:
-    limit = self.options.max_message
-    header = Header(frames.WELCOME, member.rank, self.round, limit)
-    self._send(member.identity, header)
+    limit = str(self.options.max_message)
+    number = member.hello.round
+    header = Header(frames.WELCOME, round=number, number=self.round)
+    self._send(member.identity, header, limit.encode())
 
   # Rounds ---------------------------------------------------------------------
 
@@ -383,7 +393,7 @@ class Rounds:
     number = header.round
     if not self._lists.lead_from(header):
       # It will ask for a state, unless somebody else has sent this.
-      self._send(identity, Header(frames.GONE, member.rank, self.round))
+      self._send(identity, Header(frames.GONE))
       return
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
@@ -391,7 +401,7 @@ class Rounds:
       if member.follows:  # no lists need be kept for it any more
         member.joins = False
       if not member.body:  # who follows does not heed it
-        self._send(identity, Header(frames.AGAIN, member.rank, number))
+        self._send(identity, Header(frames.AGAIN, round=number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
       self._send_list(member, number, self._lists.read(number))
@@ -462,28 +472,19 @@ class Rounds:
     """
     senders = [member for member in self._members.values() if member.body]
     senders.sort(key=lambda member: member.rank)
-    kinds = []
+    kinds = collections.Counter(map(_kind_of, senders)).most_common()
+    chosen, _ = max(kinds, key=lambda found: found[0].is_evaluation)
     for member in senders:
-      is_evaluation = not frames.changes_state(member.body)
-      tag = member.body[: frames.CHAIN]
-      kinds.append((is_evaluation, len(member.body), tag))
-    counts = collections.Counter(kinds)
-    chosen = max(counts, key=lambda kind: (kind[0], counts[kind]))
-    is_evaluation, size, _ = chosen
-    text = (
-      'round %d without worker %d, which has called another step: its message'
-      ' has %d bytes, not %d'
-    )
-    for member, kind in zip(senders, kinds):
-      if kind != chosen:
-        self._say(text, self.round, member.rank, len(member.body), size)
+      if _kind_of(member) != chosen:
+        text = 'round %d without worker %d, which has called another step'
+        self._say(text, self.round, member.rank)
         member.body = b''
-    return not is_evaluation
+    return not chosen.is_evaluation
 
   def _send_list(
     self, member: _Member, number: int, closed: Sequence[bytes]
   ) -> None:
-    header = Header(frames.LIST, member.rank, number, self.round)
+    header = Header(frames.LIST, round=number, number=self.round)
     self._send(member.identity, header, *closed)
 
   def _drop_lists(self) -> None:
@@ -523,8 +524,7 @@ class Rounds:
     """Takes a part; one that is not taken is answered by its own number."""
     now = self._clock()
     try:
-      leads = self._lists.lead_from(header)
-      if header.number == 0 and self._wants_state and leads:
+      if header.number == 0 and self._wants_state:
         self._drop_state()
         self._state = State(header, now)
       state = self._state
@@ -556,9 +556,9 @@ class Rounds:
       at = state.header
       if taken == at.chain:
         self._drop_state()
-      elif 0 <= header.number < state.parts:
-        part.append(state.part(header.number))
-        header = header._replace(round=at.round, chain=at.chain)
+      elif 0 <= header.round < state.parts:
+        part.append(state.part(header.round))
+        header = header._replace(number=at.round, chain=at.chain)
     self._send(identity, header, *part)
 
   def _drop_state(self) -> None:
@@ -568,16 +568,14 @@ class Rounds:
 
   # What is refused ------------------------------------------------------------
 
-  def _refuse(
-    self, identity: bytes, rank: int, reason: str, *run: bytes
-  ) -> None:
+  def _refuse(self, identity: bytes, reason: str, *run: bytes) -> None:
     self._say('refused: %s', reason)
-    self._send(identity, Header(frames.REFUSED, rank), reason.encode(), *run)
+    self._send(identity, Header(frames.REFUSED), reason.encode(), *run)
 
   def _refuse_text(self, member: _Member, run: bytes) -> None:
     """Refuses a worker that does not exchange what others do in the run."""
     reason = f'{member.name} has another configuration'
-    self._refuse(member.identity, member.rank, reason, run)
+    self._refuse(member.identity, reason, run)
 
   def _say(self, text: str, *values: object) -> None:
     """Logs a line, if there were not too many: workers cause them."""

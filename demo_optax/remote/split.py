@@ -11,7 +11,7 @@ on, is one message. A step with one exchange is two programs and one round.
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +48,8 @@ class _Part(NamedTuple):
   run: Any
   reads: list[Var]
   writes: list[Any]
-  free: Set[Var] = frozenset()  # of what it reads: may be overwritten
-  is_last: bool = False
+  # Of what the last one reads: may be overwritten.
+  free: set[Var] | None = None
 
 
 class PartedStep:
@@ -77,8 +77,7 @@ class PartedStep:
     results = step.jaxpr.outvars
     if wanted is not None:
       results = [results[i] for i in wanted]
-    parts = self._cut(results)
-    self._parts = [part._replace(run=compiled(part)) for part in parts]
+    self._parts = self._cut(results)
 
   def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""
@@ -151,7 +150,7 @@ class PartedStep:
     *placed, eqns = self._place(results)
     run, read = function_of(self._jaxpr, eqns, results)
     free = {*read} - self._kept - {*variables(results)}
-    parts = [_Part(run, read, results, free, is_last=True)]
+    parts = [_Part(run, read, results, free)]
     later = {*read}
     for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
       for meeting in meetings:
@@ -160,6 +159,8 @@ class PartedStep:
       run, read = function_of(self._jaxpr, eqns, writes)
       later.update(read)
       parts.insert(0, _Part(run, read, writes))
+    for number, part in enumerate(parts):
+      parts[number] = part._replace(run=self._compiled(part))
     return parts
 
   def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
@@ -194,7 +195,7 @@ def jitted(part: _Part, ahead: bool) -> Any:
   forms = [_form(v) for v in part.writes if v not in part.reads]
   donated = []
   for number, v in enumerate(part.reads):
-    if v in part.free and _form(v) in forms:
+    if v in (part.free or ()) and _form(v) in forms:
       forms.remove(_form(v))
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
@@ -292,10 +293,10 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
       for v, x in zip(part.reads, arrays):
         own.append(x if v in specs else x[0])  # from [1, ...] on each device
       found = part.run(*own)
-      return found if part.is_last else [x[None] for x in found]
+      return [x[None] for x in found] if part.free is None else found
 
     out_specs = [devices] * len(part.writes)
-    if part.is_last:
+    if part.free is not None:
       out_specs = list(eqn.params['out_specs'])
     in_specs = tuple(specs.get(v, devices) for v in part.reads)
     return jax.shard_map(

@@ -180,9 +180,11 @@ class DataParallelStep:
     kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays, placed."""
-    # One too many has no name: Python says so, once the step is called.
-    positions = range(len(args))
-    names = [arguments.name_at(self._signature, n) or str(n) for n in positions]
+    names = []
+    for position in range(len(args)):
+      # One too many: Python says so, once the step is called.
+      name = arguments.name_at(self._signature, position)
+      names.append(name or str(position))
     names += kwargs
     given = [*args, *kwargs.values()]
     for number, name in enumerate(names):

@@ -262,12 +262,19 @@ def _call_stacked(
   *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update for all workers from the mapped step for one."""
-  flat, treedef = jax.tree.flatten(given)
-  # Updates come first.
-  is_own = [keys[0] == 0 or is_stacked(keys) for keys, _ in leaves_of(given)]
-  # Some hyperparameters are numbers. The rule must not close over tracers.
-  arrays = {n: x for n, x in enumerate(flat) if _is_array(x)}
-  numbers = {n: x for n, x in enumerate(flat) if n not in arrays}
+  treedef = jax.tree.structure(given)
+  # By leaf. Some hyperparameters are numbers, which the rule closes over: it
+  # must not hold tracers.
+  is_own: list[bool] = []
+  arrays: dict[int, jax.Array] = {}
+  constants: dict[int, Any] = {}
+  for number, (keys, x) in enumerate(leaves_of(given)):
+    is_update = keys[0] == 0
+    is_own.append(is_update or is_stacked(keys))
+    if _is_array(x):
+      arrays[number] = x
+    else:
+      constants[number] = x
   results, result_def = jax.tree.flatten(given[:2])
   num_updates = len(jax.tree.leaves(given[0]))
   # By leaf of the updates and the state that come back.
@@ -281,13 +288,15 @@ def _call_stacked(
   ) -> tuple[list[jax.Array], list[bool]]:
     del index
     # Updates to [workers, ...], momentum to [workers, rows, n].
-    everyones = dict(numbers)
+    everyones = dict(constants)
     for number, x in arrays.items():
       if is_own[number] and not batched[1][number]:  # of an unused parameter
         x = jnp.broadcast_to(x, (size, *x.shape))
       everyones[number] = x
-    trees = treedef.unflatten(everyones[n] for n in range(len(is_own)))
-    return jax.tree.leaves(update(*trees, workers)), [*differs]
+    in_order = map(everyones.get, range(len(is_own)))
+    trees = treedef.unflatten(in_order)
+    updated = update(*trees, workers)
+    return jax.tree.leaves(updated), [*differs]
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
@@ -296,7 +305,8 @@ def _call_stacked(
     arrays: dict[int, jax.Array],
   ) -> list[jax.Array]:
     del index
-    return [arrays[number] for number in range(len(differs))]
+    # These, the updates and the state, come first.
+    return [*arrays.values()][: len(differs)]
 
   one_worker.def_vmap(rule)
   updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)

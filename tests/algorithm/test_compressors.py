@@ -69,14 +69,38 @@ def slicing_places(n, step):
   return [(step * k + j) % n for j in range(k)]
 
 
-def cyclic_places(n, step):
-  """Every fifth diagonal; places beyond the chunk are zeros."""
-  if n == 1:
-    return [0]
-  length = math.ceil(min(n, 64) / 5) * 5
-  places = np.arange(math.ceil(n / length) * length)
-  row, column = np.divmod(places, length)
-  return places[column % 5 == (step + row) % 5]
+class CyclicSigns(Oracle):
+  """Of what is taken from an array: one of five rows in every column."""
+
+  period = 5
+
+  def __init__(self, shape, workers, **rule):
+    self.of = shape
+    rows, self.cols = shape if len(shape) > 1 else (*shape, 1)
+    self.groups = -(-rows // self.period)
+    taken = self.groups, self.cols
+    super().__init__(
+      taken if len(shape) > 1 else taken[:1],
+      workers,
+      limit=(2, 16),
+      basis=np.eye,
+      places=lambda n, step: np.arange(n),
+      values='sign',
+      error_feedback=False,
+      **rule,
+    )
+
+  def exchange(self, gradients):
+    """Diagonals of the array; zeros fill the last rows."""
+    group, col = np.indices((self.groups, self.cols))
+    row = self.period * group + (col - self.step) % self.period
+    filled = np.zeros((N, self.groups * self.period, self.cols))
+    size = math.prod(self.of)
+    filled.reshape(N, -1)[:, :size] = np.reshape(gradients, (N, -1))
+    update = np.zeros(filled.shape[1:])
+    taken = filled[:, row, col].reshape(N, *self.shape)
+    update[row, col] = super().exchange(taken).reshape(row.shape)
+    return update.reshape(-1)[:size].reshape(self.of)
 
 
 SUBSETS = {  # all workers send the same places of a chunk
@@ -88,20 +112,18 @@ SUBSETS = {  # all workers send the same places of a chunk
   'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
   'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
-SIGNS = {  # gathered; nothing is kept
-  'cyclic_signs': (
-    dataclasses.replace(demo_optax.compressors.cyclic_signs(5), chunk_size=16),
-    cyclic_places,
-  ),
-}
-ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS, **SIGNS}.items()}
+SIGNS = dataclasses.replace(  # gathered; nothing is kept
+  demo_optax.compressors.cyclic_signs(5), chunk_size=(2, 16)
+)
+ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
+ALL['cyclic_signs'] = SIGNS
 
 
 def oracle(name, shape, **rule):
-  if name in SUBSETS | SIGNS:
-    _, places = (SUBSETS | SIGNS)[name]
-    if name in SIGNS:
-      rule |= {'values': 'sign', 'error_feedback': False}
+  if name == 'cyclic_signs':
+    return CyclicSigns(shape, N, **rule)
+  if name in SUBSETS:
+    _, places = SUBSETS[name]
     return Oracle(shape, N, limit=16, basis=np.eye, places=places, **rule)
   return Oracle(
     shape,
@@ -158,7 +180,7 @@ def test_oracle(name, x64):
       )
     assert int(state.metrics['num_excluded']) == (step in (2, 3))
   kept = demo_optax.state.momentum(state)
-  keeps = [k for k in sorted(shapes) if names[k] not in SIGNS]
+  keeps = [k for k in sorted(shapes) if names[k] != 'cyclic_signs']
   assert [*kept] == keeps  # in the order of the parameters
   for key in keeps:
     known = oracles[key]
@@ -172,7 +194,7 @@ def test_oracle(name, x64):
   [
     SUBSETS['random_subset'][0],  # others differ in the places alone
     SUBSETS['full'][0],
-    SIGNS['cyclic_signs'][0],
+    SIGNS,
     demo_optax.dct_topk(16, 5, values='int4'),
   ],
 )

@@ -513,7 +513,7 @@ def test_the_table_of_values_is_as_measured():
 
 def test_rates_of_other_parameters_are_as_measured():
   for topk in ('64', '8'):
-    row = muon.ROWS['demo_muon' if topk == '64' else 'demo_muon, topk=8']
+    row = muon.ROWS[f'topk={topk}']
     cells = []
     for rate in (2e-3, 6e-3, 1.2e-2):
       found = muon.runs_of(row | {'other_lr': rate}, muon.read())

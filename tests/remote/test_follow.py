@@ -306,15 +306,15 @@ def test_they_join_as_workers_do():
   follower.hello()
   follower.send(frames.LISTEN)
   assert follower.answers == ['WELCOME', 'GONE']
-  follower.send(frames.PULL, b'')
+  follower.pull()
   assert not follower.pulled[1]
   desk.round_of(trainers)
   source.follow()
   source.send(frames.PUSH, b'state')
-  follower.send(frames.PULL, b'')
+  follower.pull()
   header, (part,) = follower.pulled
   assert part == b'state'
-  follower.round, follower.chain = header.round, header.chain
+  follower.round, follower.chain = header.number, header.chain
   for _ in range(4):  # more than are kept, but for who joins
     desk.round_of(trainers)
   follower.follow()
@@ -331,7 +331,7 @@ def test_workers_that_have_left_while_others_follow():
   follower.hello()
   for _ in range(12):
     desk.wait(30)
-    desk.one.send(frames.PULL, b'')
+    desk.one.pull()
     follower.send(frames.LISTEN)
   assert not desk.rounds._text
 

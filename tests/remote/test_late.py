@@ -15,6 +15,7 @@ from test_bits import METHODS, Clock, Joined, host, pass_when, state_is_sent
 import demo_optax
 from demo_optax.remote import frames, rounds
 from demo_optax.remote.link import Position, link_of
+from demo_optax.remote.program import RemoteProgram
 
 INFOS = {}  # of the last run, by rank
 
@@ -166,12 +167,19 @@ def test_a_late_worker(method, evaluates):
 
 
 @pytest.mark.parametrize('devices, method', [(4, 'demo'), (1, 'demo_diloco')])
-def test_a_worker_that_joins(devices, method):
+def test_a_worker_that_joins(devices, method, monkeypatch):
   """One that is there later takes the state, and is not waited for before.
 
   Nothing is compiled between the state and its first step.
   """
   begun, compiled = threading.Event(), []
+  take = RemoteProgram._take
+
+  def noted(program, arrays):
+    take(program, arrays)
+    compiled.append(COMPILATIONS.count)
+
+  monkeypatch.setattr(RemoteProgram, '_take', noted)
 
   def run(workers):
     address, rank, _ = workers.relay
@@ -188,20 +196,10 @@ def test_a_worker_that_joins(devices, method):
         param_specs={'w': P('fsdp'), 'b': P()},
       )
 
-    link = link_of(workers)
-    take = link.state
-
-    def state():
-      found = take()
-      compiled.append(COMPILATIONS.count)
-      return found
-
-    link.state = state
-
     def note(number):
       if number > 8:
         begun.set()
-      if link.joined:
+      if link_of(workers).joined:
         compiled.append(COMPILATIONS.count)
       before(number)
 

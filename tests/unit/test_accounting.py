@@ -149,7 +149,7 @@ def test_command_describes_matrices(capsys):
   assert '50304x1024' in text and '32x32' in text
   command.main(['300M', '--optimizer', 'demo_muon', '--matrices'])
   text = capsys.readouterr().out
-  assert '64x64   512      shared' in text and 'no matrix: embedding' in text
+  assert '8x64   all      shared' in text and 'no matrix: embedding' in text
 
 
 MODULE = """

@@ -164,19 +164,23 @@ def test_folding_and_unfolding_is_the_identity(data):
   shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=3, max_size=5)))
   fold = data.draw(st.sampled_from(chunking.folds(len(shape))))
   size = data.draw(st.integers(1, 8))
-  grid = chunking.chunk_grid(shape, size, fold=fold)
-  matrix = grid_of(grid.folded, size)
+  period = data.draw(st.integers(1, 3))
+  grid = chunking.chunk_grid(shape, size, fold=fold, period=period)
+  matrix = chunking.chunk_grid(grid.folded, size, period=period)
 
   @jax.jit
-  def cut_both(x):
-    cut = chunking.to_chunks(x, grid)
-    folded = chunking.to_chunks(x.reshape(grid.folded), matrix)
-    return cut, folded, chunking.from_chunks(cut, grid)
+  def cut_both(x, step):
+    cut = chunking.to_chunks(x, grid, step)
+    folded = chunking.to_chunks(x.reshape(grid.folded), matrix, step)
+    return cut, folded, chunking.from_chunks(cut, grid, step)
 
   x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-  cut, folded, back = cut_both(x)
+  back = np.zeros_like(x)
+  for step in range(period):  # all have their turns
+    cut, folded, part = cut_both(x, step)
+    np.testing.assert_array_equal(cut, folded)  # chunks of the folded array
+    back += part
   np.testing.assert_array_equal(back, x)
-  np.testing.assert_array_equal(cut, folded)  # the chunks of the folded array
 
 
 def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():

@@ -31,8 +31,6 @@ def take(way, monkeypatch):
     'top_k_tiles',
     lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True),
   )
-  monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
-  monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda _: fast)
 
 
 def run(way, monkeypatch):
