@@ -291,10 +291,12 @@ def scale_by_demo(
         weight,
       )
     in_order = iter(found)
-    new = [
-      _tree.zero_update(g, p, lead) if out else next(in_order).astype(g.dtype)
-      for (_, g), p, out in zip(flat, given, left_out)
-    ]
+    new = []
+    for (_, g), p, out in zip(flat, given, left_out):
+      if out:
+        new.append(_tree.zero_update(g, p, lead))
+      else:
+        new.append(next(in_order).astype(g.dtype))
     return jax.tree.structure(updates).unflatten(new), DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
@@ -340,10 +342,9 @@ def _check_buckets(
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
   made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
-  needed = {
-    keys: workers.bucket_shape(x.shape)
-    for keys, x in leaves_of(config.state_on_device)
-  }
+  needed = {}
+  for keys, x in leaves_of(config.state_on_device):
+    needed[keys] = workers.bucket_shape(x.shape)
   for keys in (*made, *needed):
     size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
     if size != shape:

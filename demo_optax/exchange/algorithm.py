@@ -145,8 +145,10 @@ def exchange(
   equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
-  devices = [group.device_index(bucket.split_axes) for bucket in buckets]
-  momentum = [state.momentum.get(bucket.name) for bucket in buckets]
+  devices, momentum = [], []
+  for bucket in buckets:
+    devices.append(group.device_index(bucket.split_axes))
+    momentum.append(state.momentum.get(bucket.name))
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   starts = layout.starts(hyper.step)
