@@ -71,7 +71,7 @@ def to_log(path: pathlib.Path) -> None:
 def relay(folder: pathlib.Path, port: int) -> None:
   """Serves a run."""
   to_log(folder / 'relay.log')
-  command.serve(['--workers', f'{COUNT}', '--port', f'{port}'])
+  command.main(['--workers', f'{COUNT}', '--port', f'{port}'])
 
 
 def work(folder: pathlib.Path, port: int, rank: int, parent: int) -> None:

@@ -1,6 +1,5 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,15 +132,9 @@ def planned(
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    parts = [params]
-    if s['delayed'] == 'matrices':  # which have a message of their own
-      parts = [part_of(params, label) for label in ('matrix', 'other')]
-    plans = [
-      demo_optax.plan(part, compressor, workers, **owners(s)) for part in parts
-    ]
-    sent = sum(plan.sent_bytes for plan in plans) / period
-    received = sum(plan.received_bytes for plan in plans) / period
-    return sent, received, sum(plan.dense_bytes() for plan in plans)
+    plan = demo_optax.plan(params, compressor, workers, **owners(s))
+    sent, received = plan.sent_bytes / period, plan.received_bytes / period
+    return sent, received, plan.dense_bytes()
 
   return bytes_of
 
@@ -154,15 +147,6 @@ def matrix_or_other(params: Any) -> Any:
   )
   return jax.tree.structure(params).unflatten(
     ['other' if x is None else 'matrix' for x in dimensions]
-  )
-
-
-def part_of(params: Any, label: str) -> Any:
-  """Returns the parameters with a label of `matrix_or_other`."""
-  return jax.tree.map(
-    lambda x, own: x if own == label else optax.MaskedNode(),
-    params,
-    matrix_or_other(params),
   )
 
 
@@ -267,7 +251,6 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
     other_learning_rate=schedule(s, s['other_lr']),
-    delayed=s['delayed'] is not None,
     **owners(s),
   )
   return Method(
@@ -277,8 +260,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
-  is_delayed = s['delayed'] == 'matrices' and s['ahead']
-  if is_delayed or (s['mu_dtype'] == 'bfloat16' and not s['stochastic']):
+  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
     return demo_muon(s, workers)
   before = {
     'orthonormalise': lambda: stored(
@@ -296,8 +278,7 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
-  exchange = functools.partial(
-    demo_optax.scale_by_demo,
+  exchange = demo_optax.scale_by_demo(
     compressor,
     s['decay'],
     workers=workers,
@@ -306,31 +287,26 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     gradient_weight=1 - s['decay'],
     **owners(s),
   )
-  exchanges = exchange(delayed=s['delayed'] == 'all')
-  if s['delayed'] == 'matrices':
-    parts = {'matrix': exchange(delayed=True), 'other': exchange()}
-    exchanges = optax.partition(parts, matrix_or_other)
-  elif s['delayed'] and s['ahead']:
-    after = optax.chain(after, optax.scale_by_optimistic_gradient())
   tx = optax.chain(
     clipped(workers, of_matrices(before)),
-    exchanges,
+    exchange,
     by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))
 
 
 def matrix_compressor(s: Settings) -> Any:
+  if s['cyclic'] is not None:
+    return compressors.cyclic_signs(s['cyclic'])
   if s['topk'] is None:
     return compressors.full()
   return largest(s, 64, s['topk'])
 
 
 def largest(s: Settings, chunk: Any, k: int) -> Any:
-  """Returns a compressor: the largest of a chunk, or one of each group."""
-  select = compressors.GroupMax(k) if s['groups'] else compressors.TopK(k)
+  """Returns a compressor: the largest of a chunk."""
   return compressors.Compressor(
-    select, compressors.Dct(), chunk, values=s['values']
+    compressors.TopK(k), compressors.Dct(), chunk, values=s['values']
   )
 
 

@@ -5,7 +5,6 @@
     python benchmarks/relay.py slow --workers 4 --minutes 60 --pace 1
     python benchmarks/relay.py load       # CPU and seconds of the relay
     python benchmarks/relay.py links      # seconds of a round on slow links
-    python benchmarks/relay.py delayed    # seconds of a step, late or at once
     python benchmarks/relay.py attack     # 10,000 connections, and garbage
     python benchmarks/relay.py follow     # bytes of a program that follows
 
@@ -20,10 +19,6 @@ The other commands have workers without gradients: threads that send messages of
 a size and wait for the list. On slow links each has a proxy, which limits both
 directions; the link of the relay is not limited. Results are in
 benchmarks/results/relay.json.
-
-`delayed` has whole training steps on such links. Their gradients are computed
-by a device that is only waited for, as long as a message and its list take at
-the rate of the link. It needs a C++ compiler.
 """
 
 import argparse
@@ -446,8 +441,7 @@ def follow(args: argparse.Namespace) -> None:
   size = sum(x.size for x in jax.tree.leaves(params))
   rows = []
   for workers in (1, 4):
-    compressor = functools.partial(recipes.muon_compressors, topk=64)
-    plan = demo_optax.plan(params, compressor, workers)
+    plan = demo_optax.plan(params, recipes.muon_compressors, workers)
     job = Messages(workers)
     wire = Slow(job.address, 1e6, 0.0)
     follower = link.Link(wire.address, None, None)
@@ -471,194 +465,6 @@ def follow(args: argparse.Namespace) -> None:
     rows.append(row)
     print(row, flush=True)
   save('follow', rows)
-
-
-# The share of the message that is a step late. Of a model of 300 M parameters
-# matrices have 63 %; embeddings go at once.
-SHARES = {'at once': 0.0, 'matrices late': 0.63, 'all late': 1.0}
-CHUNK_BYTES = 8704  # half of its coefficients in float32, and their places
-
-
-class Training(Messages):
-  """Workers that train on slow links, by steps that take some seconds."""
-
-  def __init__(
-    self,
-    workers: int,
-    link_of: Callable[[str], str],
-    chunks: int,
-    share: float,
-    compute: float,
-  ):
-    super().__init__(workers, None)
-    late = round(share * chunks)
-    rows = {'late': 64 * late, 'at once': 64 * (chunks - late)}
-    self.steps = [
-      training_step(link_of(self.address), rank, workers, rows, compute)
-      for rank in range(workers)
-    ]
-
-  def seconds_of_steps(self, count: int) -> float:
-    """Returns the seconds of a step, a mean over some."""
-    began = time.perf_counter()
-
-    def take_part(step: Any) -> None:
-      for _ in range(count):
-        step()
-
-    self.links = self.steps
-    self._each(take_part)
-    return (time.perf_counter() - began) / count
-
-
-def training_step(
-  address: str,
-  rank: int,
-  count: int,
-  rows: dict[str, int],
-  compute: float,
-) -> Callable[[], None]:
-  """Returns a worker's step, which keeps its state."""
-  import jax
-  import jax.numpy as jnp
-  import optax
-
-  import demo_optax
-
-  workers = demo_optax.Workers.remote(address, rank=rank, count=count)
-  code = demo_optax.dct_topk(64, 2048)
-  of_part = functools.partial(demo_optax.scale_by_demo, code, workers=workers)
-  late = optax.chain(
-    of_part(delayed=True), optax.scale_by_optimistic_gradient()
-  )
-  tx = optax.partition(
-    {'late': late, 'at once': of_part()}, lambda x: {k: k for k in x}
-  )
-  params = {k: jnp.ones((n, 64)) for k, n in rows.items() if n}
-  held = [params, tx.init(params)]
-
-  @demo_optax.data_parallel(workers, batch_argnames='x')
-  def train_step(params: Any, state: Any, x: Any) -> Any:
-    x += waited(compute, x[0])
-    grads = jax.tree.map(lambda p: p * jnp.sin(x[0] + p), params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, x.mean()
-
-  def step() -> None:
-    x = jnp.arange(4.0) + rank
-    held[:] = jax.block_until_ready(train_step(*held, x))[:2]
-
-  return step
-
-
-# A device that is only waited for. XLA waits for a Python callback at once, but
-# runs this beside the program that has called it.
-WAIT = """
-#include <unistd.h>
-#include "xla/ffi/api/ffi.h"
-namespace ffi = xla::ffi;
-static ffi::Error Wait(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
-  usleep(1e6 * x.typed_data()[0]);
-  y->typed_data()[0] = x.typed_data()[0];
-  return ffi::Error::Success();
-}
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_for, Wait, ffi::Ffi::Bind()
-  .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
-"""
-
-
-def register_wait() -> None:
-  """Compiles `WAIT`, and makes it known to JAX."""
-  import ctypes
-
-  import jax
-
-  with tempfile.TemporaryDirectory() as folder:
-    source = pathlib.Path(folder, 'wait.cc')
-    source.write_text(WAIT)
-    subprocess.run(
-      [
-        'c++',
-        '-w',
-        '-std=c++17',
-        '-shared',
-        '-fPIC',
-        f'-I{jax.ffi.include_dir()}',
-        '-o',
-        f'{folder}/wait.so',
-        source,
-      ],
-      check=True,
-    )
-    library = ctypes.CDLL(f'{folder}/wait.so')
-  handler = jax.ffi.pycapsule(library.wait_for)
-  jax.ffi.register_ffi_target('wait_for', handler, platform='cpu')
-
-
-def waited(seconds: float, x: Any) -> Any:
-  """Returns zero after some seconds."""
-  import jax
-  import jax.numpy as jnp
-
-  number = jax.ShapeDtypeStruct((), jnp.float32)
-  call = jax.ffi.ffi_call('wait_for', number)
-  pause = jnp.float32(seconds / 10) + 0 * x
-  pause = jax.lax.fori_loop(0, 10, lambda _, y: call(y), pause)
-  # XLA runs what is cheap at once, too.
-  a = jnp.full((256, 256), x)
-  a = jax.lax.fori_loop(0, 3, lambda _, b: jnp.tanh(b @ a), a)
-  return 0 * (pause + a[0, 0])
-
-
-def delayed(args: argparse.Namespace) -> None:
-  from demo_optax.remote.program import RemoteProgram
-
-  # In turn, so that all but the first worker find programs in JAX's cache.
-  trace, turn = RemoteProgram.trace, threading.Lock()
-
-  def trace_in_turn(program: Any, *arrays: Any) -> None:
-    with turn:
-      trace(program, *arrays)
-
-  register_wait()
-  RemoteProgram.trace = trace_in_turn  # type: ignore[method-assign]
-  rows = []
-  for mbit, delay, chunks in ((10, 0.02, 48), (100, 0.02, 480)):
-    workers = 2
-    least = (1 + workers) * chunks * CHUNK_BYTES * 8e-6 / mbit + 2 * delay
-    slow = functools.partial(Slow, mbit=mbit, delay=delay)
-    jobs = {
-      name: Training(
-        workers, lambda x, slow=slow: slow(x).address, chunks, share, least
-      )
-      for name, share in SHARES.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for job in jobs.values():
-      print(f'compiled; {job.seconds_of_steps(2):.1f} s', flush=True)
-    for _ in range(args.rounds // 4):
-      for name, job in jobs.items():
-        seconds[name].append(job.seconds_of_steps(4))
-    for name, found in seconds.items():
-      ratios = [a / b for a, b in zip(found, seconds['at once'], strict=True)]
-      rows.append(
-        {
-          'workers': workers,
-          'bytes': chunks * CHUNK_BYTES,
-          'mbit': mbit,
-          'ms': 1000 * delay,
-          'compute': round(least, 3),
-          'gather': name,
-          'seconds': round(statistics.median(found), 3),
-          'ratio': round(statistics.median(ratios), 3),
-          'rounds': [round(x, 3) for x in found],
-        }
-      )
-      print(rows[-1], flush=True)
-    for job in jobs.values():
-      job.relay.kill()
-      job.relay.wait()
-  save('delayed', rows)
 
 
 def attack(args: argparse.Namespace) -> None:
@@ -728,7 +534,7 @@ def main() -> None:
   )
   tasks = {
     f.__name__: f
-    for f in (goodput, drift, slow, load, links, delayed, follow, attack, work)
+    for f in (goodput, drift, slow, load, links, follow, attack, work)
   }
   parser.set_defaults(unlike=False, one_is_slow=False)
   parser.add_argument('what', choices=tasks)

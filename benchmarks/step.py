@@ -3,7 +3,7 @@
     python benchmarks/step.py --reference PATH --memory --out FILE
     python benchmarks/step.py --trees 10M --topk 8 32 --peers 1 --rounds 3
     python benchmarks/step.py --trees 300M --topk 32 --values float32 \
-        --peers 1 8 --muon --groups --rounds 15 --out FILE    # on a GPU or TPU
+        --peers 1 8 --muon --rounds 15 --out FILE    # on a GPU or TPU
 
 Every row is one worker's own step from its gradients to its new parameters
 (`optax.apply_updates` included), state and parameters donated. At N workers the
@@ -38,7 +38,6 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
-from demo_optax import compressors
 from demo_optax.__main__ import paper_model
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
@@ -178,13 +177,9 @@ class Row:
     method, *options = name.split()
     self.params, gradients = random_tree(shapes, 0), random_tree(shapes, 1)
     others, workers = None, demo_optax.Workers.simulated(1)
-    if method in ('demo', 'demo_groups'):
+    if method == 'demo':
       topk, values, peers = (option.split('=')[1] for option in options)
       compressor = demo_optax.dct_topk(topk=int(topk), values=values)
-      if method == 'demo_groups':
-        compressor = dataclasses.replace(
-          compressor, select=compressors.GroupMax(int(topk))
-        )
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
         packer = wire.Packer(layout_of(self.params, compressor).buckets)
@@ -341,7 +336,6 @@ def parse() -> argparse.Namespace:
   )
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--muon', action='store_true', help='also Muon itself')
-  parser.add_argument('--groups', action='store_true', help='also GroupMax')
   parser.add_argument('--memory', action='store_true')
   parser.add_argument('--reference', type=pathlib.Path)
   parser.add_argument('--out', type=pathlib.Path)
@@ -364,10 +358,7 @@ def names(args: argparse.Namespace) -> list[str]:
   for options in itertools.product(args.topk, args.values, args.peers):
     changed = sum(a != b for a, b in zip(options, base))
     if args.full or changed <= 1:
-      found += [
-        f'{kind} k={{}} values={{}} N={{}}'.format(*options)
-        for kind in ['demo', 'demo_groups'][: 1 + args.groups]
-      ]
+      found.append('demo k={} values={} N={}'.format(*options))
   return found
 
 

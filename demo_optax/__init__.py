@@ -29,7 +29,6 @@ from demo_optax.recipes import demo, demo_muon
 from demo_optax.replicas import Difference, check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
-from demo_optax.step.modules import param_specs
 from demo_optax.step.results import out_batch
 from demo_optax.transformation import (
   DeMoState,
@@ -58,7 +57,6 @@ __all__ = [
   'local',
   'out_batch',
   'over_workers',
-  'param_specs',
   'per_worker',
   'plan',
   'recipes',

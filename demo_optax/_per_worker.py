@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax._paths import leaf_name
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
 
@@ -125,12 +124,7 @@ def of_each(
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     params, like = checks.params_and_like(updates, params, workers)
     in_step, own_state = inside.is_in_step(), state.worker_stacked
-    if in_step:
-      updates = inside.check_own_gradients(updates)
-    else:
-      pairs = zip(*_tree.flatten_alike(updates, params))
-      for (path, gradient), param in pairs:
-        checks.check_gradient(leaf_name(path), gradient, param, workers)
+    updates = checks.check_gradients(updates, params, workers)
     # Before a state of other parameters is taken for one of these.
     expected = jax.eval_shape(tx.init, _tree.mask_others(like))
     _tree.check_state(own_state, expected, int(not in_step), workers)

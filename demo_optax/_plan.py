@@ -321,7 +321,7 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
     if not sent_as.shared:
       indices = '-'
     if code := sent_as.index_code:
-      indices = 'group' if sent_as.grouped else code.name
+      indices = code.name
       bits = f'{costs.index_bits:.2f}'
   sent, blocks = _num_bytes(costs.sent_bytes), '-'
   if _num_shards(leaf) > 1:

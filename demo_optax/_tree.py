@@ -27,8 +27,6 @@ def is_function(x: object) -> bool:
 
   Callable pytrees, such as Equinox modules, are not.
   """
-  if isinstance(x, jax.tree_util.Partial):
-    return True
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 

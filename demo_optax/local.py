@@ -14,13 +14,19 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import leaf_name
 from demo_optax._per_worker import stack_own, stays_finite
-from demo_optax.compressors import Compressor, chunking
-from demo_optax.numerics import platform
+from demo_optax.checkpoint.buckets import (
+  coding_of,
+  cut_bucket,
+  decode,
+  encode,
+  fill_bucket,
+)
+from demo_optax.compressors import Compressor
 from demo_optax.numerics.topk import Average
 from demo_optax.transformation import DeMoState, scale_by_demo
-from demo_optax.workers import Spec, Workers, checks, inside, lift
+from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers.collectives import without_types
 
 __all__ = [
   'LocalUpdatesState',
@@ -110,7 +116,12 @@ def local_updates(
     TypeError: `Workers.on_axis`.
     ValueError: `outer` makes other updates for every worker, without `drift`.
   """
-  _check_workers(workers)
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  if workers.kind == 'on_axis':
+    raise TypeError(
+      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
+      ' Give those of the data_parallel step.'
+    )
   if not callable(sync_period):
     _checks.check_positive('sync_period', sync_period)
   inner = optax.with_extra_args_support(inner)
@@ -147,8 +158,11 @@ def local_updates(
     inside.check_in_step('The update of local_updates')
     # Parameters without a gradient are None, as in Equinox.
     params, _ = checks.params_and_like(updates, params, workers)
-    _check_shapes(updates, params)
-    updates = inside.check_own_gradients(updates)
+    if params is None:
+      raise ValueError(
+        'params must be given, got None. Call tx.update(grads, state, params).'
+      )
+    updates = checks.check_gradients(updates, params, workers)
     worker = state.worker_stacked
     expected = jax.eval_shape(init_one, _tree.mask_others(params))
     _tree.check_state(worker, expected, 0, workers)
@@ -179,15 +193,6 @@ def local_updates(
     init_fn,
     functools.partial(_tree.update_without_variables, update),
   )
-
-
-def _check_workers(workers: Workers) -> None:
-  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
-  if workers.kind == 'on_axis':
-    raise TypeError(
-      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
-      ' Give those of the data_parallel step.'
-    )
 
 
 def _outer_step(
@@ -274,24 +279,6 @@ def _inner_step(
   )
   skipped = own.skipped + jnp.logical_not(is_finite).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
-
-
-def _check_shapes(
-  gradients: chex.ArrayTree,
-  params: chex.ArrayTree | None,
-) -> None:
-  if params is None:
-    raise ValueError(
-      'params must be given, got None. Call tx.update(grads, state, params).'
-    )
-  for (path, gradient), param in zip(*_tree.flatten_alike(gradients, params)):
-    if jnp.shape(gradient) != jnp.shape(param):
-      raise ValueError(
-        f'The gradient of {leaf_name(path)} must have the shape of its'
-        f' parameter, {jnp.shape(param)}, got {jnp.shape(gradient)}. In a'
-        ' data_parallel step take one gradient, with jax.value_and_grad or'
-        ' nnx.value_and_grad.'
-      )
 
 
 # Published methods ------------------------------------------------------------
@@ -397,7 +384,7 @@ def demo_diloco(
     average=average,
   )
   if drift:
-    exchange = _own_nesterov(exchange, decay, workers)
+    exchange = _own_nesterov(exchange, decay)
   rate = optax.scale_by_learning_rate(outer_learning_rate)
   return local_updates(
     inner or _ADAMW,
@@ -449,7 +436,6 @@ def sparse_loco(
 def _own_nesterov(
   exchange: optax.GradientTransformationExtraArgs,
   decay: chex.Numeric,
-  workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes each worker's Nesterov step from the update that all share."""
 
@@ -459,32 +445,16 @@ def _own_nesterov(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    # What was sent has left the momentum: it is put back for all.
-    shared, state = exchange.update(
-      updates,
-      state,
-      params,
-      **extra_args,
-    )
-    given = inside.check_arguments(workers, updates, state, None, shared)
-    put_back = inside.for_workers(
-      _put_back,
-      workers,
-      own_updates=True,
-    )
-    momentum, state = put_back(*given)
+    shared, state = exchange.update(updates, state, params, **extra_args)
+    momentum, state = _put_back(shared, state)
     is_finite = stays_finite(updates, (), ())
 
     def nesterov(
       gradient: jax.Array,
       momentum: jax.Array,
     ) -> jax.Array:
-      gradient = jnp.where(
-        is_finite,
-        gradient,
-        jnp.zeros_like(gradient),
-      )
-      return gradient + decay * momentum
+      finite = jnp.where(is_finite, gradient, jnp.zeros_like(gradient))
+      return finite + decay * momentum
 
     return jax.tree.map(nesterov, updates, momentum), state
 
@@ -494,57 +464,34 @@ def _own_nesterov(
 def _put_back(
   updates: chex.ArrayTree,
   state: DeMoState,
-  params: None,
-  shared: chex.ArrayTree,
-  workers: Workers,
 ) -> tuple[chex.ArrayTree, DeMoState]:
-  """Adds the shared update to momentum; returns momentum and the new state."""
-  layout, group = state.layout.layout, workers.group
-  flat, treedef = jax.tree.flatten(shared)
+  """Adds the shared update to the worker's momentum, from which it was sent.
 
-  def one_worker(
-    own: dict[str, jax.Array],
-    shared: list[jax.Array],
-  ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-    # What is not compressed has no momentum; its update is the average.
-    leaves, added = [*shared], {}
+  Returns the momentum in parameter space, and the new state. What is not
+  compressed has no momentum; its update is the average.
+  """
+  layout, worker = state.layout.layout, state.worker_stacked
+
+  def add(
+    given: tuple[list[jax.Array], dict[str, jax.Array]],
+  ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    flat, buckets = [*given[0]], dict(given[1])
     for number, bucket in enumerate(layout.buckets):
-      axes, is_transformed = bucket.split_axes, bucket.content == 'chunks'
-      device = group.device_index(axes)
-      # [rows, n], this device's part of the update
-      update = layout.fill(number, dict(enumerate(shared)), device)
-      if is_transformed:
-        update = chunking.transform(
-          update,
-          bucket.sides,
-          bucket.basis,
-        )
-      former = own[bucket.name]
-      # Both are coefficients.
-      momentum = former.reshape(bucket.shape) + update
-      added[bucket.name] = momentum.reshape(former.shape)
-      if axes:  # chunks that devices have shared: from [rows, n] to all of them
-        momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
-      if is_transformed:
-        momentum = chunking.inverse(
-          momentum,
-          bucket.sides,
-          bucket.basis,
-        )
-      for member, leaf in layout.cut(number, momentum).items():
-        leaves[member] = leaf
-    return added, leaves
+      # As of several workers: [1, rows, n], or [1, devices, rows, n].
+      momentum = buckets[bucket.name][None]
+      shared = {}
+      for member in layout.members(number):
+        update = flat[member][None].astype(momentum.dtype)
+        shared[member] = encode(update, coding_of(layout.leaves[member]))
+      momentum += fill_bucket(layout, bucket.name, shared, momentum)
+      buckets[bucket.name] = momentum[0]
+      own = cut_bucket(layout, bucket.name, momentum)
+      for member, coefficients in own.items():
+        coding = coding_of(layout.leaves[member])
+        flat[member] = decode(coefficients, coding)[0]
+    return flat, buckets
 
-  momentum = state.worker_stacked.momentum
-  buckets = dict.fromkeys(momentum, workers.bucket_spec)
-  # The update is equal on all workers, momentum is not.
-  specs = [leaf.sharding.spec for leaf in layout.leaves]
-  in_specs = buckets, [Spec(False, spec) for spec in specs]
-  stacked = workers.stacked_state
-  out_specs = buckets, [Spec(stacked, spec) for spec in specs]
-  mapped = lift.map_over(workers, one_worker, in_specs, out_specs)
-  with platform.running_on(platform.of(workers.mesh)):
-    momentum, flat = mapped(momentum, flat)
-  stacked_state = state.worker_stacked._replace(momentum=momentum)
-  state = state._replace(worker_stacked=stacked_state)
-  return treedef.unflatten(flat), state
+  flat, treedef = jax.tree.flatten(updates)
+  flat, buckets = without_types(add, (flat, worker.momentum))
+  worker = worker._replace(momentum=buckets)
+  return treedef.unflatten(flat), state._replace(worker_stacked=worker)

@@ -54,7 +54,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   Takes any optimizer state with exchanges and their types: chained, masked, an
   `nnx.Optimizer` or its `opt_state`. Returns arrays by parameter name, in their
   order, `[workers, *shape]`, in the momentum's dtype; with `Workers.on_axis`,
-  inside the map, `[1, *shape]`.
+  inside the map, `[1, *shape]`. Leaves without error feedback have none.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its

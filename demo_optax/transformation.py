@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import sys
 from typing import Any, NamedTuple, get_args
 
@@ -118,7 +117,6 @@ def scale_by_demo(
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
-  delayed: bool = False,
 ) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
@@ -162,8 +160,6 @@ def scale_by_demo(
     exchange: `'all_gather'`, or `'all_to_all'`: each worker merges its share.
     update_values: how `'all_to_all'` writes updates: `'ternary'` for
       `optax.scale_by_sign`; losses by others (see `dct_topk`) are sent later.
-    delayed: exchange the last step's message, beside this step's gradient. The
-      first update is zero. Uncompressed leaves are not delayed.
 
   Returns:
     An aggregator. Its `update` takes stacked gradients `[workers, ...]` (the
@@ -191,11 +187,6 @@ def scale_by_demo(
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
   values = resolve_update_values(exchange, update_values, workers)
-  if delayed and exchange != 'all_gather':
-    raise ValueError(
-      f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
-      " 'all_gather', or leave out delayed."
-    )
 
   def config_of(
     layout: Layout, weighted: bool = False
@@ -208,24 +199,14 @@ def scale_by_demo(
       except ValueError:  # `on_axis`, outside of the map
         if values not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
-    config = algorithm.ExchangeConfig(
+    return algorithm.ExchangeConfig(
       layout,
       average,
       platform.of(workers.mesh),
       num_owners,
       values,
-      delayed,
       weighted,
     )
-    if delayed and (shared := config.packer.summed):
-      numbers = itertools.chain(*shared.values())
-      names = ', '.join(layout.buckets[number].name for number in numbers)
-      raise ValueError(
-        'compressor must let each worker choose what it sends with'
-        f' delayed=True, got one whose places all workers share in {names}.'
-        ' Give those leaves demo_optax.dct_topk().'
-      )
-    return config
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
@@ -265,11 +246,6 @@ def scale_by_demo(
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
     if weight is not None:
-      if delayed:
-        raise ValueError(
-          'weight must not be given with delayed=True, got one. Leave out'
-          ' delayed, or give no weight.'
-        )
       # By this name it is one of each worker.
       own = {STACKED: checks.checked_weight(weight, workers)}
       given = *given[:3], given[3] | own
@@ -315,10 +291,12 @@ def scale_by_demo(
         weight,
       )
     in_order = iter(found)
-    new = [
-      _tree.zero_update(g, p, lead) if out else next(in_order).astype(g.dtype)
-      for (_, g), p, out in zip(flat, given, left_out)
-    ]
+    new = []
+    for (_, g), p, out in zip(flat, given, left_out):
+      if out:
+        new.append(_tree.zero_update(g, p, lead))
+      else:
+        new.append(next(in_order).astype(g.dtype))
     return jax.tree.structure(updates).unflatten(new), DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
@@ -364,10 +342,9 @@ def _check_buckets(
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
   made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
-  needed = {
-    keys: workers.bucket_shape(x.shape)
-    for keys, x in leaves_of(config.state_on_device)
-  }
+  needed = {}
+  for keys, x in leaves_of(config.state_on_device):
+    needed[keys] = workers.bucket_shape(x.shape)
   for keys in (*made, *needed):
     size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
     if size != shape:

@@ -77,7 +77,9 @@ def parse_args(
     type=flags.positive,
   )
   add(
-    '--topk', 'coefficients sent per chunk of 64x64', type=flags.whole(1, 4096)
+    '--topk',
+    'send the largest coefficients, this many per chunk of 64x64',
+    type=flags.whole(1, 4096),
   )
   add(
     '--exchange',
@@ -242,7 +244,10 @@ def compressor_of(args: argparse.Namespace) -> Any:
     return None
   if args.optimizer == 'demo':
     return demo_optax.dct_topk(topk=args.topk or 32)
-  return lambda params: recipes.muon_compressors(params, args.topk or 64)
+  if args.topk is None:
+    return recipes.muon_compressors
+  matrix = demo_optax.dct_topk(topk=args.topk, values='sign')
+  return lambda params: recipes.muon_compressors(params, matrix)
 
 
 def make_model(args: argparse.Namespace) -> GPT:

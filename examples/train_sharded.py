@@ -93,9 +93,8 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
   with jax.set_mesh(mesh):
     create = nnx.jit(lambda: GPT(config, nnx.Rngs(args.seed), 'fsdp'))
     model = create()  # under jit: no device ever holds all of it
-    workers = demo_optax.Workers.on_mesh(
-      mesh, 'replica', demo_optax.param_specs(model)
-    )
+    specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+    workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
     optimizer = nnx.Optimizer(
       model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
     )

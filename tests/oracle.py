@@ -106,8 +106,6 @@ def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
 
 
 LEVELS = {'int8': 127, 'int4': 7, 'sign': 1}
-BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
-FLOAT32_MAX = np.finfo(np.float32).max
 TINY = np.finfo(np.float32).tiny
 
 
@@ -123,32 +121,22 @@ def read_as(v, values):
   if values == 'float32':
     return v
   if values == 'bfloat16':
-    cut = np.clip(v, -BFLOAT16_MAX, BFLOAT16_MAX).astype(np.float32)
+    cut = v.astype(np.float32)
     rounded = np.array([to_bfloat16(x) for x in cut])
     return np.where(np.abs(cut) < TINY, 0, rounded).astype(v.dtype)
   limit, v = LEVELS[values], np.where(np.abs(v) < TINY, 0, v)
   if values == 'sign':
     scale = mean_in_pairs(np.abs(v))
   else:
-    scale = float32(np.abs(v).max()) * np.float32(1 / limit)
+    scale = np.float32(np.abs(v).max()) * np.float32(1 / limit)
   if not scale >= TINY:
     return np.zeros_like(v)
-  scale = to_bfloat16(min(scale, FLOAT32_MAX / np.float32(limit)))
-  if not np.isfinite(np.float64(scale) * limit) or (
-    np.float64(scale) * limit > FLOAT32_MAX
-  ):  # rounded up out of the range
-    below = scale.view(np.uint32) - np.uint32(1 << 16)
-    scale = below.view(np.float32)
+  scale = to_bfloat16(scale)
   if values == 'sign':
     return (np.where(v >= 0, 1, -1) * scale).astype(v.dtype)
   inverse = np.float32(1) / scale
   levels = np.clip(np.round(v * inverse.astype(v.dtype)), -limit, limit)
   return levels * scale.astype(v.dtype)
-
-
-def float32(x):
-  with np.errstate(over='ignore'):
-    return np.float32(x)
 
 
 def mean_in_pairs(x):
@@ -157,7 +145,7 @@ def mean_in_pairs(x):
   while width < len(x):
     width *= 2
   total = np.zeros(width, np.float32)
-  total[: len(x)] = np.minimum(x, FLOAT32_MAX / np.float32(width))
+  total[: len(x)] = x
   while len(total) > 1:
     total = total[: len(total) // 2] + total[len(total) // 2 :]
   return total[0] * np.float32(1 / len(x))
@@ -174,12 +162,20 @@ def compress(m, limit, select, padding, values, basis=dct_matrix):
     part = m[where]
     block[: part.shape[0], : part.shape[1]] = part
     c = basis(a) @ block @ basis(b).T
-    flat = c.T.reshape(-1)  # the column frequency is the slow index
-    mask = np.zeros(flat.shape, bool)
-    mask[select(flat)] = True
-    sent = np.zeros_like(flat)
-    sent[mask] = read_as(flat[mask], values)
-    chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
+    # The column frequency is the slow index; elements are in their order.
+    flat = (c if basis is np.eye else c.T).reshape(-1)
+    chosen = np.sort(select(flat))  # those beyond the chunk are zeros
+    size = max(len(flat), chosen[-1] + 1)
+    mask = np.zeros(size, bool)
+    mask[chosen] = True
+    sent = np.pad(flat, (0, size - len(flat)))
+    sent[mask] = read_as(sent[mask], values)
+    sent = np.where(mask, sent, 0)[: len(flat)]
+    mask = mask[: len(flat)]
+    if basis is np.eye:
+      chunks.append((sent.reshape(a, b), mask.reshape(a, b)))
+    else:
+      chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
   return chunks
 
 
@@ -217,7 +213,7 @@ class Oracle:
     basis=dct_matrix,
     of=None,
     places=None,
-    delayed=False,
+    error_feedback=True,
   ):
     self.shape = tuple(shape)
     rule = limit, topk, padding, values, np.dtype(dtype).itemsize
@@ -228,9 +224,7 @@ class Oracle:
     self.m = np.zeros((workers, *self.matrix), dtype)
     _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
-    # What is on its way: what each worker has sent, and the sum of it.
-    self.delayed, self.sent = delayed, np.zeros_like(self.m)
-    self.late = np.zeros(self.matrix)
+    self.error_feedback = error_feedback
     self.whole &= places is None
 
   def exchange(self, gradients, weights=None):
@@ -242,13 +236,9 @@ class Oracle:
     present = [p and 2**-30 <= w <= 2**30 for p, w in zip(present, weights)]
     self.weights = weights
     merged = np.zeros(self.matrix, self.m.dtype)
-    self.m -= self.sent
-    self.sent[:] = 0
     for place in np.ndindex(*self.matrix[:-2]):
       merged[place] = self._merge(self._send(place, gradients, present))
     self.step += 1
-    if self.delayed:
-      merged, self.late = self.late, merged
     return merged.reshape(self.shape)
 
   def _select(self, flat):
@@ -278,8 +268,8 @@ class Oracle:
         own = expand(
           [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis
         )
-      if self.delayed:
-        self.sent[at] = self.alpha * own
+      if not self.error_feedback:
+        self.m[at] = 0
       else:
         self.m[at] = self.m[at] - self.alpha * own
     return sent

@@ -25,7 +25,7 @@ def has_same_places(
   saved: Mapping[str, Value],
   wanted: Mapping[str, Value],
 ) -> bool:
-  """Returns whether residuals or a message are for the chunks that are here."""
+  """Returns whether residuals are for the chunks that are here."""
   if name not in saved or name not in wanted:
     return False
   digest = name.partition(STACKED)[0] + DIGEST
@@ -71,8 +71,6 @@ def _compare(
   part = ''
   if is_stacked and f'{root}{RECORDS}' in all_wanted:
     part = rest.split('.')[1]  # a field in an exchange's `WorkerState`
-  if part == 'message':  # it may be dropped
-    return
   if part == 'update_residual':
     is_lost = not has_same_places(name, all_saved, all_wanted)
     # Without old residuals, the new ones are zeros.

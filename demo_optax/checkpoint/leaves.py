@@ -121,10 +121,8 @@ def from_leaves(
   come from the old worker with the largest overlap, the first among equals.
   With more workers, each folds its number into its key.
 
-  Owners' residuals, and a message in flight (`delayed=True`), need the same
-  chunks, workers and devices. Residuals are otherwise discarded, with `resize`.
-  A message is dropped, and nothing of it is lost: momentum still holds it, and
-  sends it again.
+  Owners' residuals need the same chunks, workers and devices. They are
+  otherwise discarded, with `resize`.
 
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.

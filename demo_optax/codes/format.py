@@ -3,22 +3,19 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.value_codes import CODES, ValueCode
-from demo_optax.numerics import groups, plain, platform
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFormat:
   """How selections from chunks with one size are written.
 
-  If all workers select the same places (`shared`), messages have no indices and
-  values are summed.
+  If all workers select the same places (`shared`), messages have no indices.
   """
 
   n: int  # coefficients in a chunk
@@ -26,23 +23,17 @@ class ChunkFormat:
   dtype: str  # of the coefficients
   values: str = 'float32'  # the value code, one of `VALUES`
   shared: bool = False
-  grouped: bool = False  # one of each of k groups is selected (`GroupMax`)
 
-  def __post_init__(self) -> None:
-    if self.shared and self.values != 'float32':
-      raise ValueError(
-        "values must be 'float32' where all workers select the same, since an"
-        f' all-reduce sums them, got {self.values!r}. Leave values out.'
-      )
+  @property
+  def summed(self) -> bool:
+    """Whether an all-reduce sums the values, and no message has them."""
+    return self.shared and self.values == 'float32'
 
   @property
   def index_code(self) -> index_codes.IndexCode | None:
     """The code for indices; None if none are sent."""
     if self.shared or self.k == self.n:
       return None
-    if self.grouped:  # of the place in each group
-      places = groups.num_places(self.n, self.k)
-      return index_codes.FixedWidth(places, self.k)
     return index_codes.cheapest(self.n, self.k)
 
   @property
@@ -58,9 +49,11 @@ class ChunkFormat:
   def max_magnitude(self) -> float:
     """Largest magnitude that receivers accept: no transform overflows.
 
-    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64).
+    `2**127 / n`, n rounded up to a power of two. `2**1023 / n` for float64 that
+    is sent as it is.
     """
-    exponent = jnp.finfo(self.dtype).maxexp - 1
+    dtype = self.dtype if self.values == 'float32' else 'float32'
+    exponent = jnp.finfo(dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
   def num_bytes(self, chunks: int) -> int:
@@ -85,8 +78,6 @@ class ChunkFormat:
     most = self.max_magnitude / 2
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
-      if self.grouped:
-        indices = groups.places(indices)
       data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
@@ -95,33 +86,22 @@ class ChunkFormat:
   ) -> tuple[Array | None, Array, Array]:
     """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
-    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and,
-    unless grouped, ascending; or None. Also values `[workers, chunks, k]`, and
+    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and
+    ascending; or None. Also values `[workers, chunks, k]`, and
     bool `[workers]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
-    if platform.one_payload_at_a_time(chunks * self.n):
-      return jax.lax.map(lambda row: self._decode(row, chunks), data)
-    return self._decode(data, chunks)
-
-  def _decode(
-    self, data: Array, chunks: int
-  ) -> tuple[Array | None, Array, Array]:
-    """As `decode`, for words `[..., words]`."""
     split = self.value_code.words(chunks)
     values = self.value_code.decode(data[..., :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
     if (code := self.index_code) is None:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = code.decode(data[..., split:], chunks)
-    if self.grouped:
-      indices = groups.indices(indices)  # distinct by construction
-    else:
-      edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-      good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
+    edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
+    good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
     good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return plain.where(valid[..., None, None], indices, first), values, valid
+    return jnp.where(valid[..., None, None], indices, first), values, valid

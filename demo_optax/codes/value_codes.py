@@ -13,7 +13,8 @@ last bit. With a chunk's values v, and its scale s in bfloat16:
     ternary   1.6             0          -1, 0 or 1: for updates alone
 
 Levels are clipped to their range. Scales and bfloat16 values that are subnormal
-(below 2^-126) are decoded as zero. Values are clipped at 2^126 / n.
+(below 2^-126) are decoded as zero. Values come clipped, so that no sum and no
+product overflows: see `ChunkFormat.max_magnitude`.
 
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
@@ -32,7 +33,6 @@ from jax import Array, lax
 from demo_optax.codes.parts import Code, Parts, as_row
 from demo_optax.numerics import plain
 
-_MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
 _PER_WORD = 20  # ternary digits
 _POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[:, None]
@@ -70,15 +70,14 @@ class Exact(ValueCode):
 
 
 class BFloat16(ValueCode):
-  """Values rounded to bfloat16, and clipped to its range."""
+  """Values rounded to bfloat16."""
 
   @property
   def parts(self) -> Parts:
     return ((self.k, 16),)
 
   def encode(self, values: Array) -> tuple[Array, Array]:
-    largest = _largest_scale(1)
-    rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
+    rounded = _round(values.astype(jnp.float32))
     return self.pack(_to_halves(rounded)), rounded.astype(values.dtype)
 
   def decode(
@@ -161,7 +160,7 @@ class Ternary(ValueCode):
     powers = lax.broadcast_to_rank(_POWERS, words.ndim)
     digits = words // powers % jnp.uint32(3)  # [..., 20, words]
     known = words < jnp.uint32(3**_PER_WORD)
-    signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
+    signs = jnp.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
     signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
     signs = signs[..., : chunks * self.k].astype(self.dtype)
     return signs.reshape(*lead, chunks, self.k)
@@ -173,10 +172,9 @@ def _nearest_levels(
 ) -> tuple[Array, Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)  # [..., 1]
-  spacing = largest.astype(jnp.float32) * np.float32(1 / limit)
-  scales = _scales(spacing, limit)
-  inverse = plain.where(scales > 0, 1 / scales, 0).astype(values.dtype)
-  # The scale may have been rounded down, or be the largest there is.
+  scales = _round(largest.astype(jnp.float32) * np.float32(1 / limit))
+  inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
+  # The scale may have been rounded down.
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
 
@@ -185,34 +183,20 @@ def _signs(
   limit: int,
 ) -> tuple[Array, Array]:
   """Returns the signs, and the mean magnitude, the least-squares scale."""
-  levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
-  return levels, _scales(_mean_magnitude(values), limit)
+  levels = jnp.where(values >= 0, jnp.full_like(values, limit), -limit)
+  return levels, _round(_mean_magnitude(values))
 
 
 def _mean_magnitude(values: Array) -> Array:
   """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
-  # Clip so that the sum cannot overflow; such values' scale is irrelevant.
-  x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
-  x = plain.pad_to(x, width)
+  x = plain.pad_to(jnp.abs(values).astype(jnp.float32), width)
   # Neighbours at half of the width, then at a quarter: a tree of sums.
   while width > 1:
     width //= 2
     x = x[..., :width] + x[..., width:]
   return x * np.float32(1 / k)
-
-
-def _scales(scales: Array, limit: int) -> Array:
-  """Rounds to bfloat16, such that `limit` times the scale is finite."""
-  return _round(jnp.minimum(scales, _largest_scale(limit)))
-
-
-def _largest_scale(limit: int) -> float:
-  """Returns the largest bfloat16 whose product with `limit` is finite."""
-  bits = np.float32(_MAX / limit).view(np.uint32)
-  upper = bits & np.uint32(0xFFFF0000)  # those of bfloat16
-  return float(upper.view(np.float32))
 
 
 def _round(x: Array) -> Array:
@@ -229,7 +213,7 @@ def _without_subnormals(x: Array) -> Array:
 
   Some devices and threads flush them. A subnormal scale has no finite inverse.
   """
-  return plain.where(jnp.abs(x) < float(_TINY), 0, x)
+  return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
 def _to_halves(x: Array) -> Array:

@@ -7,9 +7,14 @@ from demo_optax.compressors.bases import (
   Identity,
   RandomOrthogonal,
 )
-from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
+from demo_optax.compressors.compressor import (
+  FROZEN,
+  Compressor,
+  cyclic_signs,
+  dct_topk,
+  full,
+)
 from demo_optax.compressors.selectors import (
-  GroupMax,
   RandomSubset,
   Selector,
   Slicing,
@@ -22,7 +27,6 @@ __all__ = [
   'Basis',
   'Compressor',
   'Dct',
-  'GroupMax',
   'Hadamard',
   'Identity',
   'RandomOrthogonal',
@@ -31,6 +35,7 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
+  'cyclic_signs',
   'dct_topk',
   'full',
 ]

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from chex import Numeric
 from jax import Array
 
-from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.bases import Basis, Identity
 from demo_optax.numerics import plain, platform, rounding
 
 # XLA:CPU rounds products of few rows differently: a chunk's bits would depend
@@ -38,12 +39,15 @@ class ChunkGrid:
     whole: the array is one chunk in its own order, not transformed.
     fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
       `j` on into the columns. None: the last two dimensions are cut.
+    period: of how many rows chunks have one element in every column, the next
+      one at each step. A vector is one column.
   """
 
   shape: tuple[int, ...]
   lengths: tuple[int, ...]
   whole: bool = False
   fold: tuple[int, int] | None = None
+  period: int = 1
 
   @property
   def folded(self) -> tuple[int, ...]:
@@ -53,6 +57,15 @@ class ChunkGrid:
     b, j = self.fold
     shape = self.shape
     return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
+
+  @property
+  def taken(self) -> tuple[int, ...]:
+    """Shape after folding, of what chunks have in one step."""
+    sizes = [*self.folded]
+    if sizes:
+      rows = max(len(sizes) - 2, 0)
+      sizes[rows] = -(-sizes[rows] // self.period)
+    return tuple(sizes)
 
   @property
   def leading(self) -> list[int]:
@@ -82,7 +95,7 @@ class ChunkGrid:
   @property
   def _counts(self) -> list[int]:
     """Number of chunks along each folded dimension."""
-    sizes = zip(self.folded, self.lengths)
+    sizes = zip(self.taken, self.lengths)
     return [-(-size // length) for size, length in sizes]
 
   @property
@@ -111,7 +124,7 @@ class ChunkGrid:
   @property
   def ends(self) -> tuple[int, ...]:
     """Elements added at the end of each folded dimension."""
-    sizes = zip(self.folded, self.lengths)
+    sizes = zip(self.taken, self.lengths)
     return tuple(-size % length for size, length in sizes)
 
 
@@ -158,6 +171,7 @@ def chunk_grid(
   *,
   padding: bool = True,
   fold: tuple[int, int] | None = None,
+  period: int = 1,
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two folded dimensions.
 
@@ -165,22 +179,29 @@ def chunk_grid(
   two dimensions (for a vector the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
-  folded = ChunkGrid(shape, (), fold=fold).folded
-  lengths = [1] * len(folded)
-  for dim in range(-min(2, len(folded)), 0):
-    lengths[dim] = chunk_length(folded[dim], sides[dim], padding=padding)
-  return ChunkGrid(shape, tuple(lengths), fold=fold)
+  uncut = ChunkGrid(shape, (), fold=fold, period=period)
+  sizes = uncut.taken
+  lengths = [1] * len(sizes)
+  for dim in range(-min(2, len(sizes)), 0):
+    lengths[dim] = chunk_length(sizes[dim], sides[dim], padding=padding)
+  return dataclasses.replace(uncut, lengths=tuple(lengths))
 
 
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(x: Array, grid: ChunkGrid) -> Array:
-  """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
+def to_chunks(x: Array, grid: ChunkGrid, step: Numeric = 0) -> Array:
+  """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`.
+
+  With a period, takes the elements whose turn it is at a `step`.
+  """
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
   x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
-  x = plain.pad(x, [(0, end) for end in grid.ends])
+  if grid.period > 1:
+    x = _take_turns(x, grid, step)
+  if any(grid.ends):
+    x = jnp.pad(x, [(0, end) for end in grid.ends])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
   return x.reshape(grid.num_chunks, -1)
@@ -189,15 +210,47 @@ def to_chunks(x: Array, grid: ChunkGrid) -> Array:
 def from_chunks(
   x: Array,
   grid: ChunkGrid,
+  step: Numeric = 0,
 ) -> Array:
-  """Undoes `to_chunks`, dropping the padding."""
+  """Undoes `to_chunks`, dropping the padding; zeros were not taken."""
   # [batch, rows, cols, row_length, col_length]
   x = x.reshape(*grid.folded_counts, *grid.sides)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
-  x = x.reshape([size + end for size, end in zip(grid.folded, grid.ends)])
+  x = x.reshape([size + end for size, end in zip(grid.taken, grid.ends)])
   if any(grid.ends):
-    x = x[tuple(map(slice, grid.folded))]
+    x = x[tuple(map(slice, grid.taken))]
+  if grid.period > 1:
+    x = _put_turns(x, grid, step)
   return x.reshape(grid.shape)
+
+
+def _take_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
+  """Returns the elements whose turn it is, `[*grid.taken]`."""
+  rows, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
+  groups = -(-rows // grid.period)
+  x = plain.pad_to(x.reshape(-1, rows, cols), groups * grid.period, axis=1)
+  x = x.reshape(-1, groups, grid.period, cols)
+  # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
+  # finite among the others makes NaN, which excludes the worker.
+  x = jnp.where(_turns(grid.period, cols, step), x, 0 * x)
+  return jnp.sum(x, axis=2).reshape(grid.taken)
+
+
+def _put_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
+  """Undoes `_take_turns`, with zeros elsewhere."""
+  groups, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
+  x = x.reshape(-1, groups, 1, cols)
+  x = jnp.where(_turns(grid.period, cols, step), x, 0)
+  x = x.reshape(-1, groups * grid.period, cols)
+  rows = math.prod(grid.folded) // (len(x) * cols)
+  return x[:, :rows]
+
+
+def _turns(period: int, cols: int, step: Numeric) -> Array:
+  """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
+  row = np.arange(period, dtype=np.int32)[:, None]
+  col = np.arange(cols, dtype=np.int32)[None] % period
+  return jnp.asarray((row + step) % period == col)[None, None]
 
 
 # Transforming -----------------------------------------------------------------
@@ -212,8 +265,10 @@ def transform(
 
   Inside a chunk the column frequency is the slow index and the row frequency
   the fast one: the order in which two matrix products from the right produce
-  them.
+  them. Without a transform elements keep their order.
   """
+  if isinstance(basis, Identity):
+    return x
   rows, cols = sides
   x = x.reshape(-1, rows, cols)  # [chunks, row position, column position]
   x = _apply(x, _matrix(basis, cols).T)
@@ -228,6 +283,8 @@ def inverse(
   basis: Basis,
 ) -> Array:
   """Undoes `transform`."""
+  if isinstance(basis, Identity):
+    return c
   rows, cols = sides
   c = c.reshape(-1, cols, rows)  # [chunks, column frequency, row frequency]
   c = _apply(c, _matrix(basis, rows))
@@ -265,27 +322,30 @@ def edges(
   """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
+  # See `transform` for the order.
+  lengths, row_axis, col_axis = (cols, rows), 2, 1
+  if isinstance(basis, Identity):
+    lengths, row_axis, col_axis = (rows, cols), 1, 2
   padded_edges: list[Edge] = []
   for at, axis, length, padding in (
-    (np.s_[:, -1], 2, rows, row_padding),
-    (np.s_[:, :, -1], 1, cols, col_padding),
+    (np.s_[:, -1], row_axis, rows, row_padding),
+    (np.s_[:, :, -1], col_axis, cols, col_padding),
   ):
     if padding:
       kept = _matrix(basis, length)[:, : length - padding]
-      project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
+      project = functools.partial(_multiply, lengths, axis, kept @ kept.T)
       padded_edges.append((at, project))
   return padded_edges
 
 
 def _multiply(
-  sides: tuple[int, int],
+  lengths: tuple[int, int],
   axis: int,
   matrix: np.ndarray,
   c: Array,
 ) -> Array:
-  """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
-  rows, cols = sides
-  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)  # the axis comes last
+  """Multiplies an axis of coefficients `[chunks, *lengths]`."""
+  x = c.reshape(-1, *lengths).swapaxes(axis, 2)  # the axis comes last
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 

@@ -69,6 +69,9 @@ class Compressor:
   Attributes:
     batch_dims: leading dimensions, such as layers or experts. No chunk has
       more than one entry along them.
+    period: None: momentum keeps what is not sent, or what `values` loses, for
+      later steps. A number: there is no momentum, and chunks have one element
+      in `period` of every column, the next at each step.
   """
 
   select: Selector
@@ -77,6 +80,7 @@ class Compressor:
   values: str = 'float32'
   padding: bool = True
   batch_dims: int = 0
+  period: int | None = None
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
@@ -110,6 +114,7 @@ class Compressor:
         self.chunk_size,
         padding=self.padding,
         fold=fold,
+        period=self.period or 1,
       )
       chunks = self._smallest(grid, dtype, self.select)
       try:
@@ -151,11 +156,12 @@ class Compressor:
     """Returns the selection from the grid's chunks, or the whole leaf."""
     n, name = grid.chunk_size, jnp.dtype(dtype).name
     k = select.count(n)
-    grouped = isinstance(select, selectors.GroupMax) and k < n
     sparse = LeafChunks(
       grid,
-      ChunkFormat(n, k, name, self.values, select.shared, grouped),
+      ChunkFormat(n, k, name, self.values, select.shared),
     )
+    if self.period:
+      return sparse
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
     # A scale belongs to a chunk; values without one need no chunks.
@@ -276,6 +282,33 @@ def dct_topk(
   full_chunk = math.prod(_check_sides(chunk_size))
   select = selectors.TopK(topk, full_chunk if proportional else None)
   return Compressor(select, bases.Dct(), chunk_size, values, padding)
+
+
+def cyclic_signs(period: int = 8) -> Compressor:
+  """Sends signs of one part in `period` of a chunk, the next at each step.
+
+  The part is every `period`-th diagonal. In a chunk of 64x64 it has elements in
+  all rows and in all columns, and full rank, which an eighth of its rows or
+  columns has not. All workers send the same part, so messages have no indices:
+  a bit for each value, and a scale for each chunk, 66 bytes of 16 KB at
+  `period=8`. There is no transform and no momentum: what is not sent is lost.
+  So give it updates of an optimizer that has a momentum, as `demo_muon` does,
+  and not gradients.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> compressor = demo_optax.compressors.cyclic_signs()
+    >>> compressor.chunks((1024, 4096), jnp.float32).num_bytes
+    67584
+
+  Args:
+    period: steps until all of a chunk has been sent, at least 2.
+  """
+  _checks.check_positive('period', period, 2)
+  rows = -(-64 // period)
+  return dataclasses.replace(
+    full(), chunk_size=(rows, 64), values='sign', period=period
+  )
 
 
 def full() -> Compressor:

@@ -69,6 +69,7 @@ class Bucket:
   split_axes: tuple[str, ...]
   num_devices: int
   size: int  # chunks of all its leaves; elements, if dense
+  error_feedback: bool = True  # whether momentum keeps what is not sent
 
   @property
   def num_chunks(self) -> int:
@@ -100,6 +101,12 @@ class Bucket:
   def shape(self) -> tuple[int, int]:
     """Shape of the array on one device."""
     return self.rows, self.format.n
+
+  @property
+  def merged_shape(self) -> tuple[int, int]:
+    """Shape after merging: without the places that no worker selects."""
+    of_chunk = self.format.k if self.format.shared else self.format.n
+    return self.rows, of_chunk
 
   @property
   def unit(self) -> tuple[int, ...]:
@@ -394,6 +401,7 @@ class Layout:
     shards: Mapping[int, Array],
     device: Array | int,
     starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
@@ -403,7 +411,7 @@ class Layout:
     chunks = {}
     for i in self.members(number):
       shard = shards[i].astype(bucket.format.dtype)
-      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid)
+      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid, step)
     if bucket.num_devices == 1:
       return self.join(number, chunks, bucket.rows, starts)
     of_all = self.join(number, chunks, bucket.all_chunks, starts)
@@ -414,11 +422,12 @@ class Layout:
     number: int,
     rows: Array,
     starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for i, chunks in self.split(number, rows, starts).items():
-      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid)
+      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
     return shards
 
   def clear_padding(
@@ -440,7 +449,7 @@ class Layout:
       if bucket.num_devices == 1:
         old = lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        projected = plain.where(valid, projected, old)
+        projected = jnp.where(valid, projected, old)
         coefficients = plain.put(coefficients, projected, start)
         continue
       # The chunks of this device are unknown when traced: project all of them
@@ -453,7 +462,7 @@ class Layout:
         at_edge = bucket.of_device(jnp.asarray(flags), device)
         projected = project(coefficients)
         changes = at_edge[:, None] & valid
-        coefficients = plain.where(changes, projected, coefficients)
+        coefficients = jnp.where(changes, projected, coefficients)
     return coefficients
 
   def _spans(self, number: int) -> dict[ChunkGrid, tuple[int, int]]:
@@ -522,6 +531,7 @@ def _empty_bucket(
     split_axes=tuple(split),
     num_devices=math.prod(split.values()),
     size=0,
+    error_feedback=compressor.period is None,
   )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from demo_optax import _checks
-from demo_optax.numerics import groups, topk
+from demo_optax.numerics import topk
 
 
 class Selector(Protocol):
@@ -78,40 +78,6 @@ class TopK:
   ) -> Array:
     del step
     return topk.top_k(coefficients, self.count(coefficients.shape[1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupMax:
-  """The coefficient with the largest magnitude in each group.
-
-  A chunk has `k` groups: group g has the coefficients g, g + k, g + 2k, ... An
-  index takes `ceil(log2(ceil(n / k)))` bits, 6 for 64 out of 4096, where `TopK`
-  takes 7.98. For
-  GPUs and TPUs: nothing is sorted, and TPUs scatter and gather nothing. Losses
-  are near those of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a
-  group').
-
-  Attributes:
-    k: number of groups, at least 1; a chunk with fewer coefficients sends all.
-  """
-
-  shared: ClassVar[bool] = False
-  k: int
-
-  def __post_init__(self) -> None:
-    _checks.check_positive('k', self.k)
-
-  def count(self, n: int) -> int:
-    return min(self.k, n)
-
-  def __call__(
-    self,
-    coefficients: Array,
-    step: Array,
-  ) -> Array:
-    del step
-    k = self.count(coefficients.shape[1])
-    return groups.indices(groups.largest(coefficients, k))
 
 
 @dataclasses.dataclass(frozen=True)

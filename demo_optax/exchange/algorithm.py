@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from chex import Numeric
 from jax import Array, lax
 
-from demo_optax.compressors.layout import Bucket, Layout
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer, Received, Report, is_weight
+from demo_optax.exchange.message import Packer, Report, is_weight
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
@@ -52,14 +52,12 @@ class WorkerState(NamedTuple):
   """A worker's state between exchanges by bucket name, stacked over workers."""
 
   # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
-  # axes inside a worker; float32 (float64 for float64 parameters).
+  # axes inside a worker; float32 (float64 for float64 parameters). Without
+  # error feedback a bucket has none.
   momentum: dict[str, chex.Array]
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.
   update_residual: dict[str, chex.Array]
-  # Of an exchange with a delay uint32 `[workers, rows, 128]`, the message of
-  # the last step, not yet subtracted from the momentum. Else empty.
-  message: dict[str, chex.Array]
 
 
 class Hyper(NamedTuple):
@@ -94,7 +92,6 @@ class ExchangeConfig:
   platform: str
   num_owners: int | None = None  # workers that share the chunks, if they do
   update_values: str = 'float32'  # the value code for owners' updates
-  delayed: bool = False  # whether the messages of the step before are exchanged
   weighted: bool = False  # whether workers have weights
 
   @functools.cached_property
@@ -118,17 +115,17 @@ class ExchangeConfig:
     """The state of one device, as `jax.ShapeDtypeStruct`s."""
     momentum = {}
     for bucket in self.layout.buckets:
-      dtype = bucket.format.dtype
-      momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
+      if bucket.error_feedback:
+        dtype = bucket.format.dtype
+        momentum[bucket.name] = jax.ShapeDtypeStruct(bucket.shape, dtype)
     residuals = self.owners.residuals if self.owners else {}
-    message = self.packer.shapes if self.delayed else {}
-    return WorkerState(momentum, residuals, message)
+    return WorkerState(momentum, residuals)
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
     if self.num_owners:
       return f"'all_to_all' with update_values={self.update_values!r}"
-    return "'all_gather'" + ', delayed' * self.delayed
+    return "'all_gather'"
 
 
 def exchange(
@@ -148,35 +145,16 @@ def exchange(
   equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
-  devices = [group.device_index(bucket.split_axes) for bucket in buckets]
-  momentum = [state.momentum[bucket.name] for bucket in buckets]
-
-  def give(
-    number: int,
-    indices: Array | None,
-    values: Array,
-    given: Array,
-    valid: Array,
-  ) -> None:
-    """Subtracts sent values from a bucket's momentum, if `given`."""
-    bucket, device = buckets[number], devices[number]
-    values = rounding.mul_no_fma(hyper.alpha, values)
-    values = plain.where(given, values, 0)
-    rest = arithmetic.subtract(bucket, momentum[number], indices, values)
-    momentum[number] = layout.clear_padding(number, rest, device, valid)
-
-  last = []
-  if config.delayed:
-    # The last message leaves the momentum, with the values that others read.
-    last = _read_own(packer, group, state.message)
-    for i, (indices, values, sound, _) in enumerate(last):
-      give(i, indices, values, sound, sound)
+  devices, momentum = [], []
+  for bucket in buckets:
+    devices.append(group.device_index(bucket.split_axes))
+    momentum.append(state.momentum.get(bucket.name))
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   starts = layout.starts(hyper.step)
   chunks = []
   for i, device in enumerate(devices):
-    chunks.append(layout.fill(i, gradients, device, starts))
+    chunks.append(layout.fill(i, gradients, device, starts, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -200,20 +178,19 @@ def exchange(
   message, sent = packer.pack(selected, hyper.alpha, valid, weight)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
-  waiting = {}
-  if config.delayed:
-    arrived, included = group.send_and_receive(state.message, early=True)
-    if included is not None:
-      _take_back(buckets, momentum, last, included, valid, hyper)
-    for name, words in message.items():
-      waiting[name] = plain.where(valid, words, 0)  # empty if excluded
-  else:
-    arrived, included = group.send_and_receive(message)
-    # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
-    # does what did not reach the others.
-    given = valid if included is None else valid & included
-    for i, (indices, _, _) in enumerate(selected):
-      give(i, indices, sent[i], given, valid)
+  arrived, included = group.send_and_receive(message)
+
+  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
+  # does what did not reach the others.
+  given = valid if included is None else valid & included
+  for i, (bucket, device) in enumerate(zip(buckets, devices)):
+    if (held := momentum[i]) is None:
+      continue
+    leaving = rounding.mul_no_fma(hyper.alpha, sent[i])
+    leaving = jnp.where(given, leaving, 0)
+    indices = selected[i].indices
+    rest = arithmetic.subtract(bucket, held, indices, leaving, hyper.step)
+    momentum[i] = layout.clear_padding(i, rest, device, valid)
 
   received, report = packer.unpack(arrived, group)
 
@@ -224,7 +201,6 @@ def exchange(
       bucket,
       selections,
       config.average,
-      hyper.step,
       # A program that only decodes has no gradients.
       unused if group.is_one_program else None,
     )
@@ -242,51 +218,24 @@ def exchange(
 
   updates: dict[int, Array] = {}
   for i, (bucket, update) in enumerate(zip(buckets, merged)):
+    if bucket.format.shared:
+      update = arithmetic.place(bucket, update, hyper.step)
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, starts)
+    updates |= layout.cut(i, update, starts, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
-  by_name = {bucket.name: m for bucket, m in zip(buckets, momentum)}
-  state = WorkerState(by_name, residual, waiting)
+  by_name = {}
+  for bucket, held in zip(buckets, momentum):
+    if held is not None:
+      by_name[bucket.name] = held
+  state = WorkerState(by_name, residual)
   return [updates[i] for i in sorted(updates)], state, metrics
-
-
-def _read_own(
-  packer: Packer,
-  group: Group,
-  message: Mapping[str, Array],
-) -> list[Received]:
-  """Returns this worker's last message as others read it, by bucket."""
-  alone = dataclasses.replace(group, size=1)
-  rows = jax.tree.map(lambda x: x[None], message)
-  received, _ = packer.unpack(rows, alone)
-  return jax.tree.map(lambda x: x[0], received)
-
-
-def _take_back(
-  buckets: Sequence[Bucket],
-  momentum: list[Array],
-  last: Sequence[Received],
-  included: Array,
-  valid: Array,
-  hyper: Hyper,
-) -> None:
-  """Adds what was in a message that did not arrive to the momentum.
-
-  It has decayed since, as if it had stayed there.
-  """
-  for i, (indices, values, sound, _) in enumerate(last):
-    values = rounding.mul_no_fma(hyper.alpha, values)
-    decayed = rounding.mul_no_fma(hyper.decay, values)
-    lost = plain.where(valid, decayed, values)
-    lost = plain.where(sound & ~included, lost, 0)
-    momentum[i] = arithmetic.subtract(buckets[i], momentum[i], indices, -lost)
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
@@ -396,23 +345,14 @@ def _is_valid(
     dtype = chunk.dtype
     weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
-    good.append(_none(~(jnp.abs(weighted) <= largest)))
+    # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
+    good.append(jnp.all(jnp.abs(weighted) <= largest))
   for i in layout.averaged:
     gradient = gradients[i]
     if weight is not None:
       gradient = weight.astype(gradient.dtype) * gradient
-    good.append(_none(~jnp.isfinite(gradient)))
+    good.append(jnp.all(jnp.isfinite(gradient)))
   return plain.every(good)
-
-
-def _none(beyond: Array) -> Array:
-  """Returns whether no element is true."""
-  # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
-  if not platform.reduce_in_two_stages():
-    return ~jnp.any(beyond)
-  rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
-  beyond = beyond.reshape(rows, beyond.size // rows)
-  return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
 
 
 def _averages(
@@ -433,12 +373,12 @@ def _averages(
   averages = {}
   scalars = [valid.astype(jnp.int32)]
   if weight is not None:
-    scalars.append(plain.where(valid, weight, 0))
+    scalars.append(jnp.where(valid, weight, 0))
   for axes, members in groups.items():
     terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     if weight is not None:
       terms = [rounding.mul_no_fma(weight, term) for term in terms]
-    terms = [plain.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
     if axes:
       totals = sums(terms, group.axis)
     else:  # the first group
@@ -479,4 +419,4 @@ def _metrics(
 
 
 def _ratio(a: Array, b: Array) -> Array:
-  return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)
+  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

@@ -16,49 +16,58 @@ from demo_optax.numerics import plain, platform, rounding, topk
 def accumulate_and_select(
   bucket: Bucket,
   gradients: jax.Array,
-  momentum: jax.Array,
+  momentum: jax.Array | None,
   decay: chex.Numeric,
   weight: chex.Numeric,
   valid: jax.Array,
   step: jax.Array,
-) -> tuple[jax.Array, Selected]:
+) -> tuple[jax.Array | None, Selected]:
   """Adds gradient chunks to momentum `[rows, n]`; selects what to send.
 
-  Momentum does not change unless `valid`, bool `[]`.
+  Momentum does not change unless `valid`, bool `[]`. Without error feedback
+  there is none.
   """
-  n, k = bucket.format.n, bucket.format.k
-  shared = _shared_indices(bucket, step) if bucket.format.shared else None
 
-  def add_piece(momentum: jax.Array, start: chex.Numeric, rows: int) -> Any:
-    g = _load(gradients, start, rows)  # [rows, n]
-    old = _load(momentum, start, rows)
-
-    def add(_: object, m: jax.Array) -> jax.Array:
-      c = rounding.mul_no_fma(weight, g)
-      if bucket.content == 'chunks':
-        c = chunking.transform(c, bucket.sides, bucket.basis)
-      return rounding.mul_no_fma(decay, m) + c
-
-    if platform.loop_to_keep(gradients.size):
-      m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
-    else:
-      m = plain.where(valid, add(None, old), old)
-    momentum = _store(momentum, m, start)
-    indices = None
-    if k < n and shared is not None:
-      indices = jnp.broadcast_to(shared[None], (rows, k))
-    elif k < n:
-      indices = _select(bucket, m, step)
-    values = topk.take(m, indices, bucket.format.grouped)
-    if indices is not None and not _is_sound(bucket):
-      # An index outside of the chunk reads as NaN, which excludes the worker.
-      inside = (indices >= 0) & (indices < n)
-      values = plain.where(inside, values, jnp.full_like(values, jnp.nan))
-    return momentum, (indices, values)
+  def add_piece(
+    momentum: jax.Array | None, start: chex.Numeric, rows: int
+  ) -> Any:
+    c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
+    if bucket.content == 'chunks':
+      c = chunking.transform(c, bucket.sides, bucket.basis)
+    if momentum is not None:
+      old = _load(momentum, start, rows)
+      c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
+      momentum = _store(momentum, c, start)
+    return momentum, _chosen(bucket, c, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
-  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found)
-  return momentum, Selected(indices, values, energy(momentum))
+  shape = bucket.rows, bucket.format.k
+  indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
+  held = jnp.zeros((), jnp.float32)
+  if momentum is not None:
+    held = energy(momentum)
+  return momentum, Selected(indices, values, held)
+
+
+def _chosen(
+  bucket: Bucket, c: jax.Array, step: jax.Array
+) -> tuple[jax.Array | None, jax.Array]:
+  """Returns indices `[rows, k]` to send, if they must be, and the values."""
+  if bucket.format.k == bucket.format.n:
+    return None, c
+  if bucket.format.shared:
+    return None, _take_shared(bucket, c, step)
+  indices = _select(bucket, c, step)
+  values = topk.take(c, indices)
+  return indices, _or_nan(bucket, indices, values)
+
+
+def _or_nan(bucket: Bucket, indices: jax.Array, values: jax.Array) -> jax.Array:
+  """Replaces values outside of their chunks by NaN: it excludes the worker."""
+  if _is_sound(bucket):
+    return values
+  inside = (indices >= 0) & (indices < bucket.format.n)
+  return jnp.where(inside, values, jnp.full_like(values, jnp.nan))
 
 
 def subtract(
@@ -66,18 +75,20 @@ def subtract(
   momentum: jax.Array,
   indices: jax.Array | None,
   values: jax.Array,
+  step: jax.Array,
 ) -> jax.Array:
-  """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
-  grouped = bucket.format.grouped
+  """Subtracts `values [rows, k]`, sent at a step, from momentum."""
+  if bucket.format.shared and bucket.format.k < bucket.format.n:
+    values = _spread_shared(bucket, values, step)
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
-    return topk.subtract(momentum, indices, values, grouped)
+    return topk.subtract(momentum, indices, values)
 
   def subtract_piece(
     momentum: jax.Array, start: chex.Numeric, rows: int
   ) -> Any:
     at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
     m = _load(momentum, start, rows)
-    return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
+    return _store(momentum, topk.subtract(m, at, leaving), start), None
 
   return _in_pieces(bucket, subtract_piece, momentum)[0]
 
@@ -86,19 +97,25 @@ def merge(
   bucket: Bucket,
   received: Received,
   average: topk.Average,
-  step: jax.Array,
   unused: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and how many different coefficients were
   sent, float32 `[]`. Pieces may be written over `unused`: zeros cost a pass.
+  Of places that all workers select, returns the averages `[rows, k]`: see
+  `place`.
   """
   n, k = bucket.format.n, bucket.format.k
-  if bucket.format.shared and k < n:
-    indices = _shared_indices(bucket, step)[None, None]
-    indices = jnp.broadcast_to(indices, (1, bucket.rows, k))
-    received = received._replace(indices=indices)
+  if bucket.format.shared:
+    return topk.merge(
+      None,
+      received.values,
+      received.valid,
+      k,
+      average,
+      weights=received.weights,
+    )
 
   def merge_piece(carry: Any, start: chex.Numeric, rows: int) -> Any:
     updates, distinct = carry
@@ -112,7 +129,6 @@ def merge(
       received.valid,
       n,
       average,
-      bucket.format.grouped,
       received.weights,
     )
     if bucket.content == 'chunks':
@@ -123,7 +139,7 @@ def merge(
   # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
-  zero = plain.where(count < 0, jnp.ones_like(zero), zero)
+  zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
   if unused is not None and unused.shape == updates.shape:
     updates = plain.overwritten(unused, updates)
@@ -133,6 +149,16 @@ def merge(
   padding = (bucket.rows - bucket.num_chunks) * k
   someone = jnp.any(received.valid).astype(jnp.float32)
   return updates, distinct - padding * someone
+
+
+def place(bucket: Bucket, merged: jax.Array, step: jax.Array) -> jax.Array:
+  """Returns update chunks `[rows, n]` of averages at shared places."""
+  c = merged
+  if bucket.format.k < bucket.format.n:
+    c = _spread_shared(bucket, merged, step)
+  if bucket.content == 'chunks':
+    c = chunking.inverse(c, bucket.sides, bucket.basis)
+  return c
 
 
 def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
@@ -169,10 +195,26 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
   return plain.put(x, part, start)
 
 
-def _shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
-  """Returns the ascending indices `[k]` that all workers select at `step`."""
+def _take_shared(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
+  """Returns the values `[rows, k]` that all workers select at a step."""
+  indices = _shared_indices(bucket, step, len(c))
+  return _or_nan(bucket, indices, topk.take(c, indices))
+
+
+def _spread_shared(
+  bucket: Bucket, values: jax.Array, step: jax.Array
+) -> jax.Array:
+  """Undoes `_take_shared`, with zeros elsewhere; returns `[rows, n]`."""
+  n = bucket.format.n
+  zeros = jnp.zeros_like(values, shape=(len(values), n))
+  indices = _shared_indices(bucket, step, len(values))
+  return topk.subtract(zeros, indices, -values)
+
+
+def _shared_indices(bucket: Bucket, step: jax.Array, rows: int) -> jax.Array:
+  """Returns the ascending indices `[rows, k]` that all workers select."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
-  return _select(bucket, one, step)[0]
+  return jnp.broadcast_to(_select(bucket, one, step), (rows, bucket.format.k))
 
 
 def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
@@ -184,9 +226,9 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   if _is_sound(bucket):
     return indices
   n = bucket.format.n
-  return jnp.sort(plain.where(indices < 0, indices + n, indices), axis=1)
+  return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
 
 
 def _is_sound(bucket: Bucket) -> bool:
   """Returns whether indices are in range, and in their code's order."""
-  return bucket.format.grouped or type(bucket.select) is TopK
+  return type(bucket.select) is TopK

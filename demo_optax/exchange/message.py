@@ -8,7 +8,8 @@ The size of a message depends on shapes alone. Its parts, in order:
                   int8, int4, sign: 8, 4 or 1 bits each; then a bfloat16 scale
                   per chunk
       indices   of all its chunks, [chunks, k] in order, by the index code
-                  that takes the fewest bits; absent if k == n
+                  that takes the fewest bits; absent if k == n, or if all
+                  workers select the same
     status      a word, 1 if the worker is valid in this exchange, else 0
     energies    three float32: of the momentum, of its sent part, of the rest
     weight      float32, of the worker in all averages; absent without weights
@@ -25,9 +26,9 @@ Decoding is safe for arbitrary words. A worker is excluded if its indices are
 not in order or not in the chunk, or a value exceeds
 `ChunkFormat.max_magnitude`. All workers read the same words, so they agree.
 
-If all workers select the same indices, only values are sent and only their mean
-is needed. An all-reduce sums a vector of these values, the number of valid
-workers, the energies, and the weights. Values are multiplied by weights then.
+If all workers select the same indices, only values are sent. Of float32 values
+only the mean is needed: an all-reduce sums a vector of them, the number of
+valid workers, the energies, and the weights, by which values are multiplied.
 """
 
 import dataclasses
@@ -64,9 +65,10 @@ SUMMED = 'sum_'
 class Selected(NamedTuple):
   """The selection from a bucket, on one device of one worker."""
 
-  indices: Array | None  # int32 [rows, k], ascending; None if k is n
+  # int32 [rows, k], ascending; None if k is n, or all workers select the same.
+  indices: Array | None
   values: Array  # [rows, k]
-  energy: Array  # float32 [], the sum of squares of all coefficients
+  energy: Array  # float32 [], the sum of squares of all that momentum holds
 
 
 class Received(NamedTuple):
@@ -111,7 +113,7 @@ class Packer:
     """The part of each bucket that one worker reads."""
     parts = []
     for bucket in self.buckets:
-      if self.num_owners and not bucket.format.shared:
+      if self.num_owners and not bucket.format.summed:
         bucket = bucket.share(self.num_owners)
       parts.append(bucket)
     return tuple(parts)
@@ -121,7 +123,7 @@ class Packer:
     """Numbers of the buckets of each format, which are packed together."""
     members: dict[ChunkFormat, list[int]] = {}
     for number, bucket in enumerate(self.read):
-      if not bucket.format.shared:
+      if not bucket.format.summed:
         members.setdefault(bucket.sent_format, []).append(number)
     return members
 
@@ -130,7 +132,7 @@ class Packer:
     """Numbers of the buckets of each dtype that are summed."""
     members: dict[str, list[int]] = {}
     for number, bucket in enumerate(self.read):
-      if bucket.format.shared:
+      if bucket.format.summed:
         members.setdefault(bucket.format.dtype, []).append(number)
     return members
 
@@ -192,7 +194,7 @@ class Packer:
       message[self.name] = self._join_words(packed, valid, scalars)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
-      energies = plain.where(jnp.isfinite(energies), energies, 0)
+      energies = jnp.where(jnp.isfinite(energies), energies, 0)
       one = jnp.ones((1,), dtype)
       vectors = []
       for number in members:
@@ -201,7 +203,7 @@ class Packer:
         vectors = [rounding.mul_no_fma(weight, vector) for vector in vectors]
       scalars = jnp.concatenate([energies, *own_weight]).astype(dtype)
       vector = jnp.concatenate([*vectors, one, scalars])
-      message[SUMMED + dtype] = plain.where(valid, vector, 0)
+      message[SUMMED + dtype] = jnp.where(valid, vector, 0)
     return message, sent
 
   def _encode(
@@ -260,6 +262,8 @@ class Packer:
     """
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for number in members:
+      if not self.buckets[number].error_feedback:
+        continue
       _, values, held = selected[number]
       chunk_format = self.buckets[number].format
       stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
@@ -284,7 +288,7 @@ class Packer:
       words = arrived[self.name].reshape(group.size, -1)
       received, valid, sent = self._read_words(words, group)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
-      sent = plain.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
+      sent = jnp.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
       energies += jnp.sum(sent, axis=0)
     for dtype, members in self.summed.items():
       sums = arrived[SUMMED + dtype]
@@ -352,7 +356,7 @@ def is_weight(x: Array) -> Array:
 
 def as_rows(words: Array) -> Array:
   """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
-  return plain.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
+  return jnp.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
 def energy(x: Array) -> Array:

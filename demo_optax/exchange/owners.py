@@ -4,7 +4,8 @@ Every worker owns a share of the chunks. It merges what all workers selected
 from them, inverts the transform, and broadcasts one uint32 array:
 
     for every bucket:
-      values    of the owner's chunks, [chunks, n], by a value code (`values`)
+      values    of the owner's chunks, [chunks, n], by a value code (`values`);
+                [chunks, k] of the places that all workers select
     report      float32: valid workers, the energies of all messages, and for
                 every bucket how many different coefficients were sent
     zeros       up to a multiple of 512 bytes
@@ -25,7 +26,6 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
-from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
 
@@ -33,7 +33,8 @@ from demo_optax.workers import Group
 class UpdatePacker:
   """Packs updates for one owner's chunks, and unpacks those from all owners.
 
-  Buckets with shared places have no owners and are skipped.
+  Buckets whose values are summed have no owners and are skipped. Where all
+  workers select the same places, updates of these alone are written.
   """
 
   buckets: tuple[Bucket, ...]
@@ -45,10 +46,10 @@ class UpdatePacker:
     """By bucket number, the part that one owner writes."""
     shares = {}
     for number, bucket in enumerate(self.buckets):
-      if bucket.format.shared:
+      if bucket.format.summed:
         continue
-      n, dtype = bucket.format.n, bucket.format.dtype
-      everything = ChunkFormat(n, n, dtype, self.values)
+      size = bucket.merged_shape[1]
+      everything = ChunkFormat(size, size, bucket.format.dtype, self.values)
       share = bucket.share(self.num_owners)
       shares[number] = dataclasses.replace(share, format=everything)
     return shares
@@ -71,7 +72,9 @@ class UpdatePacker:
     """An owner's residuals by bucket name, as shapes and dtypes."""
     residuals = {}
     if self.values not in WITHOUT_RESIDUAL:
-      for share in self.shares.values():
+      for number, share in self.shares.items():
+        if self.buckets[number].format.shared:
+          continue  # the next updates have other places
         shape = share.num_chunks, share.format.n
         residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
     return residuals
@@ -96,11 +99,11 @@ class UpdatePacker:
       old = residuals.get(share.name)
       if old is not None:
         zeros = jnp.zeros_like(update)
-        update = plain.where(someone, update + old, zeros)
+        update = jnp.where(someone, update + old, zeros)
       words, decoded = share.format.encode(None, update)
       packed.append(words)
       if old is not None:
-        kept[share.name] = plain.where(someone, update - decoded, old)
+        kept[share.name] = jnp.where(someone, update - decoded, old)
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in self.shares])
     scalars = jnp.concatenate([count, report.energies, distinct])
@@ -129,7 +132,7 @@ class UpdatePacker:
     for part, (number, share) in zip(parts, self.shares.items()):
       # [owners, chunks, n]
       _, values, sound = share.format.decode(part, share.num_chunks)
-      values = plain.where(sound[:, None, None] & someone, values, 0)
+      values = jnp.where(sound[:, None, None] & someone, values, 0)
       chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
     totals = jnp.sum(scalars[:, 1 + ENERGIES :], axis=0)

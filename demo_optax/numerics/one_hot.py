@@ -24,13 +24,13 @@ def take(coefficients: Array, indices: Array) -> Array:
   table = padded.reshape(chunks, number, _COLUMNS)
   # [chunks, k, columns]: the row with each selected coefficient
   of_each = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
-  return jnp.sum(plain.where(columns, of_each, 0), axis=2)
+  return jnp.sum(jnp.where(columns, of_each, 0), axis=2)
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
   rows, columns = _one_hot(indices, n)
-  in_rows = plain.where(rows, values[:, None], 0)  # [chunks, rows, k]
+  in_rows = jnp.where(rows, values[:, None], 0)  # [chunks, rows, k]
   table = _product(in_rows, columns.astype(values.dtype))
   return table.reshape(len(values), -1)[:, :n]  # without padding
 
@@ -44,7 +44,7 @@ def add_up(
   each is, as floats.
   """
   k = values.shape[2]
-  values = _side_by_side(plain.where(present[:, None, None], values, 0))
+  values = _side_by_side(jnp.where(present[:, None, None], values, 0))
   indices = _side_by_side(indices)
   # [1, 1, workers * k]
   ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
@@ -53,10 +53,10 @@ def add_up(
   number = _num_rows(n)
   row = jnp.arange(2 * number, dtype=jnp.int32)[None, :, None]
   of_sum = row < number
-  row = plain.where(of_sum, row, row - number)
+  row = jnp.where(of_sum, row, row - number)
   hits = (indices // _COLUMNS)[:, None] == row
-  both = plain.where(of_sum, values[:, None], ones)
-  in_rows = plain.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
+  both = jnp.where(of_sum, values[:, None], ones)
+  in_rows = jnp.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
   sums = _product(in_rows, columns.astype(values.dtype))
   total, counts = jnp.split(sums, 2, axis=1)
   return total, counts

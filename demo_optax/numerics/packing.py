@@ -36,10 +36,7 @@ def pack_bits(
   for part in _parts(width):
     per_word = _WORD // part
     words = -(-count // per_word)
-    x = numbers
-    if start:
-      x >>= jnp.uint32(start)
-    x &= jnp.uint32(2**part - 1)
+    x = (numbers >> jnp.uint32(start)) & jnp.uint32(2**part - 1)
     # [..., numbers of a word, words]
     x = plain.pad_to(x, per_word * words).reshape(*lead, per_word, words)
     shifted = x << _first_bits(part, x.ndim)
@@ -63,9 +60,7 @@ def unpack_bits(
     # [..., numbers of a word, words]
     x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
     x = x.reshape(*lead, -1)[..., :count]  # without padding
-    if start:
-      x <<= jnp.uint32(start)
-    numbers |= x
+    numbers |= x << jnp.uint32(start)
     first, start = last, start + part
   return numbers
 
@@ -105,10 +100,10 @@ def places_of_ones(ones: Array, k: int) -> Array:
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
-  before = jnp.max(plain.where(passed, until[:, None], 0), axis=2)
+  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   places = _WORD * word + _place_in_word(within, rank - before)
-  return plain.where(word < number, places, size)
+  return jnp.where(word < number, places, size)
 
 
 def take(x: Array, places: Array) -> Array:
@@ -137,8 +132,8 @@ def _place_in_word(
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
     count = lax.population_count(low).astype(jnp.int32)
     above = rank >= count
-    rank = plain.where(above, rank - count, rank)
-    place = plain.where(above, place + width, place)
+    rank = jnp.where(above, rank - count, rank)
+    place = jnp.where(above, place + width, place)
   return place
 
 
@@ -149,28 +144,13 @@ def digest_block(
 ) -> chex.Array:
   """Returns the part of a digest from one block, uint32 `[2]`.
 
-  The block begins at `start` in an array with this `shape`. Sums over its words
-  x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block is
-  digested by NumPy, in parts that fit the caches.
+  The block begins at `start`, uint32, in an array with this `shape`. Sums over
+  its words x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy
+  block is digested by NumPy.
   """
-  if not isinstance(x, np.ndarray):
-    return _digest_on_device(x, start, shape)
-  x = np.ascontiguousarray(x)
-  start, shape = np.append(start, 0)[: x.ndim], (*shape, 1)[: x.ndim]
-  if x.size <= _AT_ONCE:
-    return _digest(np, x, start.astype(np.uint32), shape)
-  axis = next(d for d, length in enumerate(x.shape) if length > 1)
-  step = max(1, _AT_ONCE * x.shape[axis] // x.size)
-  total = np.zeros(2, np.uint32)
-  for first in range(0, x.shape[axis], step):
-    begin = start.copy()
-    begin[axis] += first
-    part = x[(slice(None),) * axis + (slice(first, first + step),)]
-    total += digest_block(part, begin, shape)
-  return total
-
-
-_AT_ONCE = 2**16  # elements that NumPy digests
+  if isinstance(x, np.ndarray):
+    return _digest(np, np.asarray(x, order='C'), start, shape)
+  return _digest_on_device(x, start, shape)
 
 
 def _digest(

@@ -41,14 +41,11 @@ def of(mesh: Mesh | None = None) -> str:
 
 
 def _platform_of(mesh: Mesh | None) -> str:
-  # Also of an ahead-of-time topology, which has no devices here.
-  own = getattr(mesh, 'abstract_mesh', None)
-  for abstract_mesh in (own, jax.sharding.get_abstract_mesh()):
-    if (device := getattr(abstract_mesh, 'abstract_device', None)) is not None:
-      return device.platform
   if mesh is not None:
     return mesh.devices.flat[0].platform
-  device = jax.config.values['jax_default_device']
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is None:
+    device = jax.config.values['jax_default_device']
   if isinstance(device, str):
     return device
   return getattr(device, 'platform', None) or jax.default_backend()
@@ -129,16 +126,6 @@ def hides_constants() -> bool:
   return of() == 'cpu'
 
 
-def loop_to_keep(elements: int) -> bool:
-  """Returns whether a zero-or-one-trip loop replaces a select on momentum.
-
-  XLA:CPU fuses a select into each use, computes it three times, and copies
-  momentum. For few elements that costs less than compiling the loop. On GPUs
-  such a loop waits for the host.
-  """
-  return of() == 'cpu' and elements > _SMALL
-
-
 def unrolled(workers: int) -> int:
   """Returns how many workers a turn of a loop adds; GPUs wait for turns."""
   return 1 if of() == 'cpu' else min(workers, 16)
@@ -153,22 +140,12 @@ def count_by_comparison(sent: int) -> bool:
   return of() != 'cpu' and sent <= 512
 
 
-def one_payload_at_a_time(elements: int) -> bool:
-  """Returns whether payloads are decoded one by one, within the caches."""
-  return of() == 'cpu' and elements > _SMALL
-
-
 def by_product() -> bool:
   """Returns whether selections are written as products with one-hot matrices.
 
   TPUs execute gathers and scatters serially, after a sort.
   """
   return of() == 'tpu'
-
-
-def adds_tables() -> bool:
-  """Returns whether groups are merged as tables. CPUs scatter faster."""
-  return of() != 'cpu'
 
 
 def sorts_flags() -> bool:
@@ -192,15 +169,6 @@ def joins_kernels() -> bool:
   long as writing some megabytes.
   """
   return of() == 'gpu'
-
-
-def reduce_in_two_stages() -> bool:
-  """Returns whether a long reduction is written as two.
-
-  XLA:CPU splits one long reduction into several and materialises their
-  operands. TPUs would copy the operand for the reshape.
-  """
-  return of() == 'cpu'
 
 
 def digests_on_host(device: jax.Device) -> bool:

@@ -37,9 +37,14 @@ def after(x: Array, never: Array) -> Array:
 
   Where it is true, the last bit of `x` flips.
   """
-  bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  as_bits = lax.bitcast_convert_type(x, bits) ^ never.astype(bits)
-  return lax.bitcast_convert_type(as_bits, x.dtype)
+  bits = bits_of(x)
+  return lax.bitcast_convert_type(bits ^ never.astype(bits.dtype), x.dtype)
+
+
+def bits_of(x: Array) -> Array:
+  """Returns the bits of float32 or float64, as integers."""
+  integers = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
+  return lax.bitcast_convert_type(x, integers)
 
 
 def reciprocal(

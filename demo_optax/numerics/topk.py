@@ -3,14 +3,18 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from types import ModuleType
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax, vmap
 
-from demo_optax.numerics import groups, one_hot, packing, plain, platform
-from demo_optax.numerics.rounding import exact_reciprocal, hidden, mul_no_fma
+from demo_optax.numerics import one_hot, packing, plain, platform
+from demo_optax.numerics.rounding import (
+  bits_of,
+  exact_reciprocal,
+  hidden,
+  mul_no_fma,
+)
 
 Average = Literal['senders', 'workers']
 
@@ -44,33 +48,26 @@ def top_k_of_tiles(
   """
   chunks, n = magnitudes.shape
   largest = _largest if by_counting else top_k  # in tiles again
-  keys = magnitudes
-  if by_counting:
-    # Numbers that are not negative sort like their bits.
-    bits = jnp.int64 if keys.dtype.itemsize == 8 else jnp.int32
-    keys = lax.bitcast_convert_type(keys, bits)
-  tiles = keys.reshape(chunks, n // size, size)
-  if by_counting:
-    maxima = keys
-    while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
-      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
-  else:
-    maxima = jnp.max(tiles, axis=2)
+  maxima = magnitudes
+  while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
+    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
+  tiles = magnitudes.reshape(chunks, n // size, size)
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
   places = largest(candidates, k)
-  tile = packing.take(chosen, places >> (size.bit_length() - 1))
-  return tile * size + (places & (size - 1))
+  tile = packing.take(chosen, places // size)
+  return tile * size + places % size
 
 
-def _largest(keys: Array, k: int) -> Array:
+def _largest(magnitudes: Array, k: int) -> Array:
   """Returns where the `k` largest are, ascending; among equals the first."""
-  n = keys.shape[1]
+  n = magnitudes.shape[1]
+  keys = bits_of(magnitudes)  # sort like the magnitudes: none is negative
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
-  order = plain.where(keys == threshold, order, 0)
-  order = plain.where(keys > threshold, n + 1, order)
+  order = jnp.where(keys == threshold, order, 0)
+  order = jnp.where(keys > threshold, n + 1, order)
   last = _kth_largest(order, k, (n + 1).bit_length())
   return packing.places_of_ones(order >= last, k)
 
@@ -84,7 +81,7 @@ def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
-    return plain.where(_count(keys >= trial) >= k, trial, reached)
+    return jnp.where(_count(keys >= trial) >= k, trial, reached)
 
   return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
@@ -101,38 +98,30 @@ def _count(mask: Array) -> Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def _by_tables(grouped: bool) -> ModuleType | None:
-  """Returns the module of tables in place of gathers and scatters, or None."""
-  if not platform.by_product():
-    return None
-  return groups if grouped else one_hot
-
-
-def take(
-  coefficients: Array, indices: Array | None, grouped: bool = False
-) -> Array:
+def take(coefficients: Array, indices: Array | None) -> Array:
   """Returns the values `[chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients
-  return (_by_tables(grouped) or packing).take(coefficients, indices)
+  if platform.by_product():
+    return one_hot.take(coefficients, indices)
+  return packing.take(coefficients, indices)
 
 
 def subtract(
   coefficients: Array,
   indices: Array | None,
   values: Array,
-  grouped: bool = False,
 ) -> Array:
   """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
-  if tables := _by_tables(grouped):
+  if platform.by_product():
     n = coefficients.shape[1]
-    return coefficients - tables.spread(indices, values, n)
+    return coefficients - one_hot.spread(indices, values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
     -values,
     unique_indices=True,
-    indices_are_sorted=not grouped,
+    indices_are_sorted=True,
     mode='promise_in_bounds',
     wrap_negative_indices=False,
   )
@@ -144,7 +133,6 @@ def merge(
   present: Array,
   n: int,
   average: Average,
-  grouped: bool = False,
   weights: Array | None = None,
 ) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
@@ -156,11 +144,8 @@ def merge(
   were sent, float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  tables = _by_tables(grouped)
-  if grouped and platform.adds_tables():
-    tables = groups
-  if indices is not None and tables and weights is None:
-    total, senders = tables.add_up(indices, values, present, n)
+  if indices is not None and platform.by_product() and weights is None:
+    total, senders = one_hot.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
@@ -172,30 +157,28 @@ def merge(
 
   workers, counted = len(values), present[:, None, None]
   if weights is not None:
-    weights = plain.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.where(present, weights.astype(values.dtype), 0)
     weights = jnp.broadcast_to(weights[:, None, None], values.shape)
 
   def shares_of(indices: Array | None) -> Array:
     """Returns shares in each coefficient, or without indices in all."""
     if weights is not None:
-      return _weighted_shares(indices, weights, n, grouped)
+      return _weighted_shares(indices, weights, n)
     senders = everyone
     if indices is not None and workers > 1:
       senders = _count_senders(indices, counted, n)
     return exact_reciprocal(senders, workers, values.dtype)
 
   shares = shares_of(indices)
-  one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
     shares = shares_of(None)
-  values = plain.where(counted, mul_no_fma(shares, values), 0)
-  return _add_in_turn(indices, values, n, grouped), distinct
+  values = jnp.where(counted, mul_no_fma(shares, values), 0)
+  return _add_in_turn(indices, values, n), distinct
 
 
-def _add_in_turn(
-  indices: Array | None, values: Array, n: int, grouped: bool
-) -> Array:
+def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   """Adds values `[workers, chunks, k]` at their places; dense `[chunks, n]`.
 
   Deterministic on every backend: workers are added one after the other, and
@@ -205,7 +188,7 @@ def _add_in_turn(
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
-    return subtract(total, own, -values[worker], grouped)
+    return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
@@ -213,20 +196,18 @@ def _add_in_turn(
   return lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
 
 
-def _weighted_shares(
-  indices: Array | None, weights: Array, n: int, grouped: bool
-) -> Array:
+def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
   """Returns shares of `weights [workers, chunks, k]` in those of all senders.
 
   Without indices every worker has sent every value.
   """
   if indices is None:
-    total = _add_in_turn(None, weights, weights.shape[2], grouped)[None]
+    total = _add_in_turn(None, weights, weights.shape[2])[None]
   else:
-    dense = _add_in_turn(indices, weights, n, grouped)  # [chunks, n]
-    total = vmap(lambda own: take(dense, own, grouped))(indices)
+    dense = _add_in_turn(indices, weights, n)  # [chunks, n]
+    total = vmap(lambda own: take(dense, own))(indices)
   # Compilers divide by constants in some programs, and multiply in others.
-  return weights / hidden(plain.where(total > 0, total, 1), weights)
+  return weights / hidden(jnp.where(total > 0, total, 1), weights)
 
 
 def _count_senders(indices: Array, counted: Array, n: int) -> Array:

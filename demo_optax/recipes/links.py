@@ -118,9 +118,10 @@ def scale_to_muon(
   `sqrt(max(fan_in, fan_out)) * consistent_rms`.
 
   If a share `s` is sent, a coefficient waits in the residual for about
-  `t = 1 / (1 - decay (1 - s))` steps. In `t` steps Muon's similar updates move
-  `t` times as far as one. Those of the exchange, which have different
-  coefficients, move `sqrt(t)` times as far, and are made that much longer.
+  `t = 1 / (1 - decay (1 - s))` steps; without a residual its turn comes every
+  `t = 1 / s` steps. In `t` steps Muon's similar updates move `t` times as far
+  as one. Those of the exchange, which have different coefficients, move
+  `sqrt(t)` times as far, and are made that much longer.
 
   Axes and compressors are given for all leaves, by path.
   """
@@ -129,14 +130,15 @@ def scale_to_muon(
     keys, shape = path_keys(path), update.shape
     axes, compressor = dimensions[keys], compressors[keys]
     assert axes is not None
-    share = 1.0
+    waits: chex.Numeric = 1.0  # steps until a coefficient is sent
     if isinstance(compressor, Compressor):
       sent = compressor.chunks(shape, 'float32').format
       share = sent.k / sent.n
+      waits = compressor.period or 1 / (1 - decay * (1 - share))
     rms = consistent_rms
     if rms is None:
       rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
-    rms *= (1 - decay * (1 - share)) ** -0.5
+    rms *= waits**0.5
     return update * jnp.asarray(rms, update.dtype)
 
   return optax.stateless(
@@ -245,9 +247,8 @@ def _update_matrices(
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
   """Returns orthonormal matrices, their momenta, and the number of steps.
 
-  Matrices of one shape, or of that shape transposed, form stacks. Devices of a
-  worker take whole matrices of a stack (`lift.spread`): sharded ones would be
-  gathered for every product.
+  Matrices of one shape form stacks. Devices of a worker take whole matrices of
+  a stack (`lift.spread`): sharded ones would be gathered for every product.
   """
   good &= (beta >= 0) & (beta < 1)
   count = optax.safe_increment(steps)
@@ -259,11 +260,11 @@ def _update_matrices(
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
   for i, (g, d) in enumerate(zip(gradients, dimensions)):
-    short, long = sorted(d, key=lambda side: _size(g, side))
-    batch = [a for a in range(g.ndim) if a not in short + long]
-    orders.append((*batch, *short, *long))
-    shape = -1, _size(g, short), _size(g, long)
-    squares = jnp.sum(jnp.square(g), long, keepdims=True)
+    inputs, outputs = d
+    batch = [a for a in range(g.ndim) if a not in inputs + outputs]
+    orders.append((*batch, *inputs, *outputs))
+    shape = -1, _size(g, inputs), _size(g, outputs)
+    squares = jnp.sum(jnp.square(g), outputs, keepdims=True)
     rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
     kind = shape, g.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(shape[1:]))
@@ -301,11 +302,13 @@ def _update_matrices(
 
 
 def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
-  """Orthonormalises `[matrices, short, long]`, times a `size [matrices]`.
+  """Orthonormalises `[matrices, rows, cols]`, times a `size [matrices]`.
 
   Newton-Schulz whose first iteration divides each row by the root of its sum in
   the Gramian (`'aol'` of optax). Large arrays are only multiplied.
   """
+  if x.shape[1] > x.shape[2]:  # products need no transposed copy
+    return _orthonormal(x.mT, size).mT
   a, b, c = _COEFFICIENTS
   one = jnp.eye(x.shape[1], dtype=x.dtype)[None]
   for iteration in range(_ITERATIONS):
@@ -331,8 +334,8 @@ def chain(
 ) -> optax.GradientTransformationExtraArgs:
   """Chains links for the leaves that are exchanged; other updates are zero.
 
-  In a step that excludes every worker from an exchange among the links, zeroes
-  all updates and keeps the moments and the last update after the exchange.
+  One of the links is an exchange. In a step that excludes every worker, zeroes
+  all updates and keeps the moments after the exchange.
   """
   # To the momentum's dtype: float16 would underflow.
   cast = optax.stateless(lambda updates, _: _tree.map_wide(jnp.astype, updates))
@@ -348,20 +351,17 @@ def chain(
     **extra: Any,
   ) -> tuple[chex.ArrayTree, optax.MaskedState]:
     params, like = checks.params_and_like(updates, params, workers)
-    for exchange in _exchanges(state):
-      # Before any link takes its state for one of these parameters.
-      check_layout(exchange, like, compressor, workers)
+    # Before any link takes its state for one of these parameters.
+    check_layout(_exchange(state), like, compressor, workers)
     with platform.running_on(platform.of(workers.mesh)):
       updates, after = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
-    frozen: set[Keys] = set()
-    someone = jnp.bool(True)
-    for exchange in _exchanges(after):
-      leaves = exchange.layout.layout.leaves
-      frozen |= {leaf.keys for leaf in leaves if leaf.is_frozen}
-      someone &= exchange.metrics['num_excluded'] < workers.count
-      after = _keep(state, after, someone)
+    exchange = _exchange(after)
+    leaves = exchange.layout.layout.leaves
+    frozen = {leaf.keys for leaf in leaves if leaf.is_frozen}
+    someone = exchange.metrics['num_excluded'] < workers.count
+    after = _keep(state, after, someone)
 
     def settle(
       path: Path,
@@ -382,9 +382,9 @@ def chain(
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
-def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
-  """Returns the exchanges' states in a chain."""
-  return [link for link in state.inner_state if isinstance(link, DeMoState)]
+def _exchange(state: optax.MaskedState) -> DeMoState:
+  """Returns the exchange's state in a chain."""
+  return next(x for x in state.inner_state if isinstance(x, DeMoState))
 
 
 def _keep(
@@ -394,9 +394,9 @@ def _keep(
 ) -> chex.ArrayTree:
   """Returns a new state, with the old moments without workers."""
 
-  # By their fields: optax does not export the types of all.
+  # By a field: optax does not export the types of all.
   def is_kept(x: object) -> bool:
-    return hasattr(x, 'nu') or hasattr(x, 'previous_gradient')
+    return hasattr(x, 'nu')
 
   def keep(
     old: chex.ArrayTree,

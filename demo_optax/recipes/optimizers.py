@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys
-from demo_optax._per_worker import of_each, per_worker
+from demo_optax._per_worker import of_each
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.recipes import links, matrices
@@ -99,41 +99,36 @@ def demo(
   )
 
 
+# The largest coefficients in every row.
+_ROWS = compressors.dct_topk((1, 192), 8, values='sign', proportional=False)
+
+
 def muon_compressors(
   params: chex.ArrayTree,
-  topk: int = 64,
-  row_topk: int = 8,
+  matrix: compressors.Compressor = compressors.cyclic_signs(),  # noqa: B008
+  other: compressors.Compressor = _ROWS,
   *,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
   """Returns `demo_muon`'s default compressors, a tree like `params`.
 
-  Matrices send the largest coefficients in chunks of 64x64, other leaves those
-  in every row of up to 192. All send signs with a scale.
+  Matrices send signs of an eighth of their elements, by turns. Other leaves
+  send the 8 largest coefficients in every row of up to 192, as signs with a
+  scale.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> params = {'up': jnp.zeros((64, 64)), 'norm': jnp.zeros(64)}
-    >>> found = demo_optax.recipes.muon_compressors(params, topk=32)
-    >>> found['up'].select.k, found['norm'].select.k
-    (32, 8)
+    >>> found = demo_optax.recipes.muon_compressors(params)
+    >>> found['up'].period, found['norm'].select.k
+    (8, 8)
 
   Args:
     params: parameters, or their shapes.
-    topk: coefficients in a chunk, in proportion for smaller ones. No chunk has
-      parts from two matrices.
-    row_topk: coefficients in a row.
+    matrix: for matrices. No chunk has parts from two of them.
+    other: for other leaves.
     muon_weight_dimension_numbers: as in `demo_muon`.
   """
-  # `dct_topk` would call it `topk`.
-  _checks.check_positive('row_topk', row_topk)
-  matrix = compressors.dct_topk(64, topk, values='sign')
-  other = compressors.dct_topk(
-    (1, 192),
-    row_topk,
-    values='sign',
-    proportional=False,
-  )
 
   def compressor_of(dimensions: Any) -> compressors.Compressor:
     if dimensions is None:
@@ -160,7 +155,6 @@ def demo_muon(
   consistent_rms: chex.Numeric | None = None,
   exchange: ExchangeKind = 'all_gather',
   update_values: str = 'int4',
-  delayed: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
@@ -174,25 +168,27 @@ def demo_muon(
     >>> tx = demo_optax.demo_muon(2e-2, workers=workers)
     >>> state = tx.init({'up': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)})
 
-  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
-  :math:`b_i` and residual :math:`m_i`:
+  For a matrix, with worker :math:`i`'s gradient :math:`g_i` and momentum
+  :math:`b_i`:
 
   .. math::
     b_i &\leftarrow \beta b_i + (1 - \beta) g_i \\
-    m_i &\leftarrow \delta m_i + (1 - \delta)\,
-           \mathrm{NewtonSchulz}(\beta b_i + (1 - \beta) g_i) \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - T^{-1} q_i \\
-    u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
+    o_i &= \mathrm{NewtonSchulz}(\beta b_i + (1 - \beta) g_i) \\
+    q_i &= \mathrm{mean}|o_i|\, \mathrm{sign}(o_i)
+           \text{ in the part whose turn it is, else } 0 \\
+    u   &= \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, r\, u / \mathrm{rms}(u)
 
-  The average is over valid workers; for :math:`r` see `links.scale_to_muon`.
+  The average is over valid workers, the mean over the part in a chunk of 64x64;
+  for :math:`r` see `links.scale_to_muon`. Other leaves, and matrices with a
+  compressor that has error feedback, keep what is not sent in a residual, as
+  `scale_by_demo` does.
 
   Args:
     learning_rate: :math:`\eta_t`, as for `optax.contrib.muon`; start at 2e-2.
     workers: as in `scale_by_demo`.
     compressor: as there; by default `muon_compressors(params)`.
-    decay: :math:`\delta`, in `[0, 1)`.
+    decay: of residuals, in `[0, 1)`.
     beta: :math:`\beta`, in `[0, 1)`.
     mu_dtype: for :math:`b_i`, float32 by default.
     other_learning_rate: for other leaves, by default `learning_rate`.
@@ -203,17 +199,12 @@ def demo_muon(
     consistent_rms: as in `optax.contrib.muon`: 0.2 for AdamW's rates.
     exchange: as in `scale_by_demo`.
     update_values: as there.
-    delayed: whether matrices are exchanged one step late, and move by
-      :math:`2 u_t - u_{t-1}`.
 
   Raises:
     ValueError, TypeError: a hyperparameter out of range.
 
   References:
     Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024.
-
-    Zmushko et al., `One-Step Gradient Delay is Not a Barrier
-    <https://arxiv.org/abs/2606.30634>`_, 2026.
   """
   _check_muon(decay, beta, mu_dtype, consistent_rms)
   if other_learning_rate is None:
@@ -235,7 +226,7 @@ def demo_muon(
     update_values=update_values,
     gradient_weight=gradient_weight,
   )
-  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
+  exchange_by(compressor)  # raises if it cannot be made
   descent = _descent(learning_rate, weight_decay)
   other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
 
@@ -253,29 +244,22 @@ def demo_muon(
       links.scale_to_unit_rms(axes_tree, _MIN_RMS),
       links.scale_to_muon(axes, codes, decay, consistent_rms),
     )
-    # Of a late update the last one predicts what is missing.
-    ahead = [optax.scale_by_optimistic_gradient()] if delayed else []
     after = optax.partition(
       {
-        'matrix': optax.chain(to_size, *ahead, *descent),
+        'matrix': optax.chain(to_size, *descent),
         'averaged': optax.chain(to_size, *descent),
         'other': optax.chain(_SECOND_MOMENT, *other_descent),
         'frozen': optax.set_to_zero(),
       },
       matrices.tree_of(labels),
     )
-    link = functools.partial(links.chain, workers, sent)
-    at_once = exchange_by(sent)
-    if not delayed:
-      return link(of_each(own, workers), at_once, after)
-    late = exchange_by(sent, delayed=True)
-    is_late = {path: label == 'matrix' for path, label in labels.items()}
-    by_time = optax.partition(
-      {True: link(late, after), False: link(at_once, after)},
-      matrices.tree_of(is_late),
+    return links.chain(
+      workers,
+      sent,
+      of_each(own, workers),
+      exchange_by(sent),
+      after,
     )
-    # Of two exchanges each must see that a worker is excluded.
-    return link(per_worker(own, workers=workers), by_time)
 
   return _made_from_params(chain_for, workers)
 

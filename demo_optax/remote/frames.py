@@ -23,13 +23,15 @@ LISTEN = 3
 # The part `number` of the shared state, for workers that join; answered by the
 # header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state, with the chain of the state that was taken
-# before: it was damaged, or did not help. Answered by a header, and the part.
+# A request for the part `round` of that state, with the chain of the state that
+# was taken before: it was damaged, or did not help. Answered by a header with
+# the state's round as `number`, and the part.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6
 
-# From the relay: the run has begun. `number` is the most bytes of a message.
+# From the relay: the run has begun. `number` is the round that is open now; a
+# text says the most bytes of a message.
 WELCOME = 11
 # The list of a round, see `packed`. `number` is the round that is open now.
 LIST = 12
@@ -61,7 +63,7 @@ class Header(NamedTuple):
   """The first frame of a message between worker and relay."""
 
   kind: int
-  rank: int
+  rank: int = 0  # of a worker, not in answers
   round: int = 0
   number: int = 0
   chain: bytes = b''
@@ -78,6 +80,11 @@ def unpack(data: bytes) -> Header | None:
   if len(data) != _HEADER.size or not data.startswith(_MAGIC):
     return None
   return Header(*_HEADER.unpack(data)[1:])
+
+
+def name_of(rank: int) -> str:
+  """Returns how a program is named in logs and errors."""
+  return 'a follower' if rank == FOLLOWER else f'worker {rank}'
 
 
 def digest(*parts: bytes | memoryview) -> bytes:
@@ -178,12 +185,14 @@ def keys_for(address: str, path: str | None) -> Keys | None:
     raise ValueError(
       f'keys must be given for a relay at {address}, which other hosts reach.'
       ' Make a file for it and one for each worker with python -m'
-      ' demo_optax.remote keys FOLDER, or use tcp://127.0.0.1:PORT.'
+      ' demo_optax.remote --workers N --write-keys FOLDER, or use'
+      ' tcp://127.0.0.1:PORT.'
     )
   try:
     return Keys(**json.loads(pathlib.Path(path).read_text()))
-  except (ValueError, TypeError) as error:
+  except (OSError, ValueError, TypeError) as error:
     raise ValueError(
-      f'{path} must be a file of keys, which python -m demo_optax.remote keys'
-      f' FOLDER writes, got something else ({error}).'
+      f'keys must be a file of keys, got {path} ({error}). Make one for the'
+      ' relay and for each worker: python -m demo_optax.remote --workers N'
+      ' --write-keys FOLDER.'
     ) from error

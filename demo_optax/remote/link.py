@@ -27,11 +27,12 @@ _LOG = logging.getLogger('demo_optax.remote')
 _SLICE = 100  # milliseconds in a wait, between which signals are handled
 _ASK = 1.0  # seconds after which an answer is asked for again
 _ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
-_WARN = 30.0  # seconds without an answer between warnings
-_GRACE = 0.5  # seconds for a step to end after a signal
+_WARN = 30  # seconds without an answer between warnings
+_GRACE = 5  # slices in which a step may end after a signal
 _BEAT = 5.0  # seconds in which the first process of several says something
 
 _Answer = tuple[Header, list[bytes]]
+_ANSWERS = {frames.HELLO: frames.WELCOME, frames.PULL: frames.PULL}
 
 
 class Behind(Exception):  # noqa: N818
@@ -60,13 +61,13 @@ class Link:
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
+    self.rank = frames.FOLLOWER if rank is None else rank
+    self._name = frames.name_of(self.rank)
     self._address = address
-    self._rank = frames.FOLLOWER if rank is None else rank
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text, self._steps = b'', 0  # of the last hello
-    self._signal_at = math.inf  # when a signal came
-    self._waits_since = 0.0  # since when one waits for a list or a state
+    self._slices_left = math.inf  # in which one still waits after a signal
     self._largest = 0  # bytes of a message
     self._taken = b''  # chain of the state that was taken last
     self._pushing = threading.Thread()
@@ -92,8 +93,6 @@ class Link:
       socket.set_string(zmq.CURVE_SECRETKEY, self._keys.secret)
     socket.linger = 0
     socket.immediate = 1  # nothing waits for a connection
-    socket.reconnect_ivl = 100
-    socket.reconnect_ivl_max = 2000
     socket.heartbeat_ivl = 5000
     socket.heartbeat_timeout = 30000
     socket.ipv6 = 1
@@ -114,10 +113,11 @@ class Link:
     self._hello_again()
 
   def _hello_again(self) -> None:
-    self._waits_since = time.monotonic()
     last = self.position.last
-    header, _ = self._ask(frames.HELLO, self._steps, self._text, *last)
-    self.open, self._largest = header.round, header.number
+    header, (limit,) = self._ask(
+      frames.HELLO, self._text, *last, number=self._steps
+    )
+    self.open, self._largest = header.number, int(limit)
 
   def gather(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
@@ -129,9 +129,8 @@ class Link:
         f'A message must have at most {self._largest:,} bytes, got'
         f' {len(body):,}. Start the relay with a larger --max-message.'
       )
-    self._waits_since = time.monotonic()
     kind = frames.MESSAGE if body else frames.LISTEN
-    header, closed = self._ask(kind, 0, body)
+    header, closed = self._ask(kind, body)
     self.open = header.number
     chain = frames.digest(self.position.chain, *closed)
     self.position = Position(
@@ -141,7 +140,7 @@ class Link:
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
-    _LOG.warning('worker %d has another state than the others', self._rank)
+    _LOG.warning('%s has another state than the others', self._name)
     self.position = Position()
     self.parted += 1
 
@@ -153,30 +152,30 @@ class Link:
 
   def state(self) -> memoryview:
     """Returns the shared state of another worker, and takes its position."""
-    _LOG.info('worker %d takes the state of another worker', self._rank)
-    self._waits_since = time.monotonic()
+    _LOG.info('%s takes the state of another worker', self._name)
     while True:
       source, parts = self._pull()
       digest, body = parts[: frames.CHAIN], parts[frames.CHAIN :]
       self._taken = source.chain  # another one if this one does not help
       if frames.digest(body) == digest:
-        self.position = Position(source.round, source.chain, (), body[0])
-        self.open = max(self.open, source.round)
+        number = source.number
+        self.position = Position(number, source.chain, (), body[0])
+        self.open = max(self.open, number)
         self.joined += 1
         return body[1:]
 
   def _pull(self) -> tuple[Header, memoryview]:
     """Returns a state as it was sent, after its round and chain in a header."""
     parts: list[bytes] = []
-    source = Header(frames.PULL, 0)
+    source = Header(frames.PULL)
     while not parts or len(parts[-1]) == frames.PART:
-      header, bodies = self._ask(frames.PULL, len(parts), self._taken)
-      if not bodies:  # it is not there yet
+      header, found = self._ask(frames.PULL, self._taken, round=len(parts))
+      if not found:  # it is not there yet
         time.sleep(_SLICE / 1000)
       elif parts and header.chain != source.chain:  # of a later round
         parts.clear()
       else:
-        parts += bodies
+        parts += found
         source = header
     return source, memoryview(b''.join(parts))
 
@@ -214,27 +213,26 @@ class Link:
     the step does not end, a `KeyboardInterrupt` is raised where it waits.
     """
     former = {}
-    if threading.current_thread() is threading.main_thread():
+    with contextlib.suppress(ValueError):  # not in the main thread
       for number in (signal.SIGTERM, signal.SIGINT):
         handler = signal.getsignal(number)
         if callable(handler):
+          signal.signal(number, functools.partial(self._hear, handler))
           former[number] = handler
-          hear = functools.partial(self._hear, handler)
-          signal.signal(number, hear)
     try:
       yield
     finally:
-      self._signal_at = math.inf
+      self._slices_left = math.inf
       for number, handler in former.items():
         signal.signal(number, handler)
 
   def _hear(self, handler: Callable[..., None], *signal_and_frame: Any) -> None:
-    self._signal_at = min(self._signal_at, time.monotonic())
+    self._slices_left = min(self._slices_left, _GRACE)
     handler(*signal_and_frame)
 
   def _heed_signals(self) -> None:
-    both_since = max(self._signal_at, self._waits_since)
-    if time.monotonic() - both_since > _GRACE:
+    self._slices_left -= 1
+    if self._slices_left < 0:
       raise KeyboardInterrupt(
         'A signal has ended the wait for the relay; the arrays of the step are'
         ' as they were before.'
@@ -242,14 +240,16 @@ class Link:
 
   # Requests and answers -------------------------------------------------------
 
-  def _header(self, kind: int, number: int = 0) -> Header:
+  def _header(self, kind: int, **fields: Any) -> Header:
     at = self.position
-    return Header(kind, self._rank, at.round, number, at.chain, self._program)
+    found = Header(kind, self.rank, at.round, 0, at.chain, self._program)
+    return found._replace(**fields)
 
-  def _ask(self, kind: int, number: int = 0, *bodies: bytes) -> _Answer:
+  def _ask(self, kind: int, *bodies: bytes, **fields: Any) -> _Answer:
     """Returns the answer to a request; says hello to a relay that is new."""
     while True:
-      answer, found = self._request(kind, number, *bodies)
+      header = self._header(kind, **fields)
+      answer, found = self._request(header, *bodies)
       if answer.kind == frames.REFUSED:
         raise RuntimeError(self._reason(*found))
       if answer.kind == frames.GONE:
@@ -257,24 +257,24 @@ class Link:
         raise Behind
       if answer.kind != frames.UNKNOWN:
         return answer, found
-      _LOG.info('the relay is a new one; worker %d says hello', self._rank)
+      _LOG.info('the relay is a new one; %s says hello', self._name)
       if not self.position.chain:  # it must say which arrays it has now
         self.open = -1
         raise Behind
       self._hello_again()
       is_open = self.open <= self.position.round
-      if is_open and kind == frames.LISTEN and self._rank != frames.FOLLOWER:
+      if is_open and kind == frames.LISTEN and self.rank != frames.FOLLOWER:
         raise NotClosedError  # perhaps nobody else can send a message
 
-  def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
+  def _request(self, header: Header, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
-    header = self._header(kind, number)
+    kind = header.kind
     again = header._replace(again=True)
     whole, later = [header.pack(), *bodies], [again.pack(), *bodies]
     if kind == frames.MESSAGE:  # it is there, unless it was lost
       later = [again._replace(kind=frames.LISTEN).pack()]
     seconds = _ASK_LARGE if kind in (frames.HELLO, frames.PULL) else _ASK
-    began = warned = time.monotonic()
+    heard = time.monotonic()  # or warned
     frame, ask_at = whole, 0.0
     while True:
       now = time.monotonic()
@@ -291,21 +291,21 @@ class Link:
           continue
         if _fits(answer, header):
           return answer, found
-        began = warned = now
+        heard = now
         if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
           ask_at = now
           if answer.round == header.round:
             frame = whole
         elif kind == frames.HELLO and answer.kind == frames.AGAIN:
           ask_at = now + _ASK / 2
-      elif now - warned > _WARN:
-        warned = now
+      elif now - heard > _WARN:
+        heard = now
         _LOG.warning(
-          'no answer from the relay at %s for %.0f s. Is it running, and is'
-          ' this the key of worker %d?',
+          'no answer from the relay at %s for %d s. Is it running, and is this'
+          ' the key of %s?',
           self._address,
-          warned - began,
-          self._rank,
+          _WARN,
+          self._name,
         )
 
   def _reason(self, reason: bytes, *run: bytes) -> str:
@@ -316,7 +316,7 @@ class Link:
       text.decode('utf-8', 'replace').splitlines()
       for text in (self._text, *run)
     )
-    lines = [f'Worker {self._rank} must run what the others run, got']
+    lines = [f'{self._name} must run what the others run, got']
     lines += [f'  {line}' for line in ours if line not in theirs]
     lines.append('where the run has')
     lines += [f'  {line}' for line in theirs if line not in ours]
@@ -328,16 +328,10 @@ class Link:
 
 def _fits(answer: Header, request: Header) -> bool:
   """Returns whether an answer belongs to a request, not to an earlier one."""
-  kind = request.kind
-  is_same_round = answer.round == request.round
-  return {
-    frames.WELCOME: kind == frames.HELLO,
-    frames.LIST: is_same_round and kind in (frames.MESSAGE, frames.LISTEN),
-    frames.PULL: kind == frames.PULL and answer.number == request.number,
-    frames.UNKNOWN: kind != frames.HELLO,
-    frames.GONE: True,
-    frames.REFUSED: True,
-  }.get(answer.kind, False)
+  if answer.kind in (frames.UNKNOWN, frames.GONE, frames.REFUSED):
+    return True
+  wanted = _ANSWERS.get(request.kind, frames.LIST)
+  return (answer.kind, answer.round) == (wanted, request.round)
 
 
 class SharedLink(Link):

@@ -6,6 +6,8 @@ decodes, without gradients.
 """
 
 import contextlib
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
 from demo_optax.remote import frames, states
 from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
-from demo_optax.remote.split import PartedStep, flat
+from demo_optax.remote.split import PartedStep, flat, jitted, meetings_in
 from demo_optax.workers import Workers
 from demo_optax.workers.workers import put
 
@@ -30,31 +32,30 @@ _ATTEMPTS = 16  # to take part, in a call
 _FEW = 16  # numbers of an argument that may differ between steps
 
 
+@dataclasses.dataclass
 class RemoteProgram:
-  """The program of a call, in parts between which messages are exchanged."""
+  """The program of a call, in parts between which messages are exchanged.
 
-  def __init__(
-    self,
-    workers: Workers,
-    run: Callable[..., tuple[list[Any], Any]],
-    names: Sequence[str],
-    shared: Sequence[int],
-    copies: Mapping[int, Sequence[int]],
-    donated: Sequence[int],
-  ):
-    """Makes the program of a step.
+  Attributes:
+    workers: the workers, with the rank of this one.
+    run: `run(*arrays, index=rank)` runs the step of one worker. Returns arrays,
+      and what is known of them: in `nexts` for each the number of the shared
+      argument whose next value it is, or None.
+    names: of the arrays that are passed.
+    shared: numbers of those that all workers have.
+    copies: for the numbers of some, those of copies that each worker has.
+    donated: numbers of arrays that may be overwritten.
+  """
 
-    Args:
-      workers: the workers, with the rank of this one.
-      run: `run(*arrays, index=rank)` runs the step of one worker. Returns
-        arrays, and what is known of them: in `nexts` for each the number of the
-        shared argument whose next value it is, or None.
-      names: of the arrays that are passed.
-      shared: numbers of those that all workers have.
-      copies: for the numbers of some, those of copies that each worker has.
-      donated: numbers of arrays that may be overwritten.
-    """
-    mesh = workers.mesh
+  workers: Workers
+  run: Callable[..., tuple[list[Any], Any]]
+  names: Sequence[str]
+  shared: Sequence[int]
+  copies: Mapping[int, Sequence[int]]
+  donated: Sequence[int]
+
+  def __post_init__(self) -> None:
+    mesh = self.workers.mesh
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
     if len({d.process_index for d in devices}) < jax.process_count():
       raise ValueError(
@@ -62,39 +63,29 @@ class RemoteProgram:
         f' joined, got {mesh}, and {jax.process_count()} processes.'
         ' They are one worker of Workers.remote.'
       )
-    assert workers.relay is not None
-    self._workers, rank = workers, workers.relay.rank
-    self._rank = frames.FOLLOWER if rank is None else rank
-    self._link = link_of(workers)
-    self._run, self._names, self._donated = run, names, donated
-    self._shared, self._copies = shared, copies
+    # Shardings on a mesh are known when the step is run.
+    self._compiled = functools.partial(jitted, ahead=mesh is None)
+    self._link = link_of(self.workers)
     self._step: Any = None  # once it is traced
-    self._follows: PartedStep | None = None
     self._is_source = False  # whether it must send its state
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Any]:
     """Runs the step; if it fails, the arrays are as they were before."""
-    if self._rank == frames.FOLLOWER:
+    if self._link.rank == frames.FOLLOWER:
       raise ValueError(
-        f'rank must be the number of a worker that trains, got {self._workers}.'
+        f'rank must be the number of a worker that trains, got {self.workers}.'
         ' Give Workers.remote a rank from 0, or call'
         ' demo_optax.remote.follow(train_step, ...).'
       )
     with self._link.interruptible():
       self.trace(*arrays)
-      if not self._nexts:
-        return self._evaluate(arrays), self._returned
-      self._tag_training(arrays)
-      values = self._train(arrays)
-      if self._is_source:
-        state = [values[i] for i in self._nexts.values()]
-        self._link.send_state(states.to_bytes(state))
-      return values, self._returned
+      run = self._train if self._nexts else self._evaluate
+      return run(arrays), self._returned
 
   def lower(self, *arrays: Any) -> Any:
     """Raises: the step is several programs."""
     raise ValueError(
-      f'workers must have one program to lower, got {self._workers}, whose'
+      f'workers must have one program to lower, got {self.workers}, whose'
       ' step is several. Lower it with Workers.simulated.'
     )
 
@@ -104,18 +95,14 @@ class RemoteProgram:
     They may be shapes: the first values are those of a state. Before them are
     the next round, and how many rounds are over that are not applied yet.
     """
-    self._tag_training(arrays)
-    self._follower()  # is compiled now, not after the state was taken
+    self._tag_step(arrays)
     link, current = self._link, list(arrays)
     while True:
       try:
         with link.interruptible():
           if link.open < 0:
             self._say_hello(current)
-          if link.position.chain:
-            self._apply_list(current)
-          else:
-            self._take(current)
+          self._advance(current)
       except Behind:
         continue
       at = link.position.round
@@ -128,60 +115,51 @@ class RemoteProgram:
     if self._step is not None:
       return
     with traced_configs() as configs:
-      make = jax.make_jaxpr(self._run, return_shape=True)
-      traced, (_, returned) = make(*arrays, index=np.int32(self._rank))
+      make = jax.make_jaxpr(self.run, return_shape=True)
+      traced, (_, returned) = make(*arrays, index=np.int32(self._link.rank))
     # Numbers of the arrays that all workers share, and that a step changes,
     # with the places of their next values in what it returns.
     changed = sorted({*returned.nexts} - {None})
     self._nexts = {n: returned.nexts.index(n) for n in changed}
     if configs and not changed:
       raise ValueError(
-        f'A training step of {self._workers} must return parameters and'
+        f'A training step of {self.workers} must return parameters and'
         ' optimizer state, from which other workers start. Return both, as'
         ' they were passed.'
       )
     self._types = traced.in_avals
-    state = ', '.join(f'{self._names[n]} {self._types[n]}' for n in changed)
+    state = ', '.join(f'{self.names[n]} {self._types[n]}' for n in changed)
     if changed and state != (self._link.shared or state):
       raise ValueError(
-        f'All training steps of {self._workers} must return the same state,'
+        f'All training steps of {self.workers} must return the same state,'
         f' got one of {state}, and before it one of {self._link.shared}.'
         ' Make one step of them.'
       )
     self._link.shared = self._link.shared or state
     # Of those that stay, a few numbers may be others in the next step.
-    kept = [n for n in self._shared if n not in changed]
-    self._given = [n for n in kept if self._types[n].size <= _FEW]
+    kept = [n for n in self.shared if n not in changed]
+    self._given = [n for n in kept if self._types[n].size <= _FEW and changed]
     self._others = [n for n in kept if self._types[n].size > _FEW]
-    step = flat(traced)
-    self._plan = PartedStep(step, donated=self._donated)
-    if self._rank != frames.FOLLOWER:
-      self._compile(self._plan)
-    self._messages = ' '.join(self._plan.meetings)
-    self._tag = frames.tag(self._messages, b'', False)
+    self._step, self._returned = flat(traced), returned
+    if self._link.rank != frames.FOLLOWER:
+      self._plan = PartedStep(self._step, self._compiled, donated=self.donated)
+    self._messages = ' '.join(meetings_in(self._step.jaxpr.eqns))
     self._text = agreement.describe(configs) | {
       'shared arrays': state,
       'messages': self._messages,
     }
-    self._step, self._returned = step, returned
 
-  def _compile(self, plan: PartedStep) -> None:
-    if self._workers.mesh is None:  # else shardings are known when it runs
-      plan.compile()
-
+  @functools.cached_property
   def _follower(self) -> PartedStep:
-    """Returns the program that applies lists, without gradients."""
-    if self._follows is None:
-      nexts = [*self._nexts.values()]
-      self._follows = PartedStep(self._step, nexts, follows=True)
-      self._compile(self._follows)
-    return self._follows
+    """The program that applies lists, without gradients."""
+    nexts = [*self._nexts.values()]
+    return PartedStep(self._step, self._compiled, nexts, follows=True)
 
-  def _tag_training(self, arrays: Sequence[Any]) -> None:
-    """Makes messages those of a training step with these arguments."""
+  def _tag_step(self, arrays: Sequence[Any]) -> None:
+    """Makes messages those of a step with these arguments."""
     # Values that a worker which joins does not receive: all must pass the same.
     given = states.to_bytes([arrays[n] for n in self._given])
-    self._tag = frames.tag(self._messages, given, True)
+    self._tag = frames.tag(self._messages, given, bool(self._nexts))
 
   # Rounds ---------------------------------------------------------------------
 
@@ -189,6 +167,7 @@ class RemoteProgram:
     """Runs a training step in the round that is open."""
     link = self._link
     at = link.position  # of the caller's arrays
+    self._tag_step(arrays)
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
@@ -196,9 +175,15 @@ class RemoteProgram:
             self._say_hello(arrays)
             at = link.position
           self._is_source = False
-          return self._execute(self._plan, self._current(arrays), self._gather)
+          values = self._execute(
+            self._plan, self._current(arrays), self._gather
+          )
+          if self._is_source:
+            state = [values[i] for i in self._nexts.values()]
+            link.send_state(states.to_bytes(state))
+          return values
       raise RuntimeError(
-        f'{self._workers} has taken the state of another worker'
+        f'{self.workers} has taken the state of another worker'
         f' {_ATTEMPTS} times and is still behind. Call the same training'
         ' step in all workers, or give the relay a longer --deadline.'
       )
@@ -212,16 +197,18 @@ class RemoteProgram:
     It is alone before its first training step, and if it is so late that the
     others are training again. The next training step brings it up to date.
     """
-    before = self._link.position
-    if self._link.open >= 0 and before.chain:
+    link = self._link
+    at = link.position
+    self._tag_step(arrays)
+    if link.open >= 0 and at.chain:
       with contextlib.suppress(Behind):
         return self._execute(self._plan, arrays, self._gather)
-      self._link.position = before
-    _LOG.warning('%s evaluates alone', self._workers)
+      link.position = at
+    _LOG.warning('%s evaluates alone', self.workers)
 
     def alone(_: Sequence[Any], body: bytes) -> list[bytes]:
-      messages = [b''] * self._workers.count
-      messages[self._rank] = body
+      messages = [b''] * self.workers.count
+      messages[link.rank] = body
       return messages
 
     return self._execute(self._plan, arrays, alone)
@@ -230,8 +217,8 @@ class RemoteProgram:
     """Says what this worker exchanges, and which state it has now."""
     others = states.digest([arrays[n] for n in self._others])
     described = self._text | {'other arguments': others.hex()}
-    text = frames.described(self._workers.count, described)
-    if self._rank == frames.FOLLOWER:  # it has no state yet
+    text = frames.described(self.workers.count, described)
+    if self._link.rank == frames.FOLLOWER:  # it has no state yet
       return self._link.hello(text, b'')
     state = [arrays[n] for n in self._nexts]
     self._link.hello(text, states.digest(state), states.steps_in(state))
@@ -239,24 +226,26 @@ class RemoteProgram:
   def _current(self, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
     link, current = self._link, list(arrays)
-    if link.position.chain and link.position.round >= link.open:
-      return current
-    self._follower()  # is compiled now, not after the state was taken
-    if not link.position.chain:
-      self._take(current)
-    while link.position.round < link.open:
+    while not link.position.chain or link.position.round < link.open:
       at = link.position
       try:
-        self._apply_list(current)
+        self._advance(current)
       except NotClosedError:
         link.position = at
-    for number, copies in self._copies.items():
-      for own in copies:
-        current[own] = current[number].astype(current[own].dtype)[None]
     return current
 
-  def _apply_list(self, arrays: list[Any]) -> None:
-    """Waits for the list of the next round, and applies it."""
+  def _advance(self, arrays: list[Any]) -> None:
+    """Takes a state, or waits for the list of the next round and applies it."""
+    follower = self._follower  # is compiled now, not after the state was taken
+    if self._link.position.chain:
+      self._apply_list(follower, arrays)
+    else:
+      self._take(arrays)
+    for number, copies in self.copies.items():
+      for own in copies:
+        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
+
+  def _apply_list(self, follower: PartedStep, arrays: list[Any]) -> None:
     link, received = self._link, [self._link.gather(b'')]
     if self._is_other(received[0]):
       return
@@ -265,7 +254,7 @@ class RemoteProgram:
       return received.pop() if received else link.gather(b'')
 
     while received:  # not every step of local updates exchanges
-      values = self._execute(self._follower(), arrays, next_list)
+      values = self._execute(follower, arrays, next_list)
       for n, x in zip(self._nexts, values):
         arrays[n] = x
 
@@ -279,10 +268,10 @@ class RemoteProgram:
     if tag == self._tag:
       return False
     if tag[:8] == self._tag[:8]:
-      names = ', '.join(self._names[n] for n in self._given)
+      names = ', '.join(self.names[n] for n in self._given)
       raise ValueError(
         f'{names} must be equal on all workers in each round, got another'
-        f' value than the others in {self._workers}. A worker that is late'
+        f' value than the others in {self.workers}. A worker that is late'
         ' needs the values of the rounds that it missed: make a schedule of'
         ' the optimizer of what changes.'
       )
@@ -301,7 +290,10 @@ class RemoteProgram:
         impl = jax.random.key_impl(own)
         taken = jax.random.wrap_key_data(taken, impl=impl)
       sharding = getattr(own, 'sharding', None)
-      arrays[n] = taken if sharding is None else put(taken, sharding)
+      # Programs are compiled for arrays that no device was chosen for.
+      if sharding is not None and getattr(own, 'committed', True):
+        taken = put(taken, sharding)
+      arrays[n] = taken
 
   # Messages -------------------------------------------------------------------
 
@@ -331,10 +323,10 @@ class RemoteProgram:
           sketches[rank] = message[size:]
       if sketches:
         first = self._compare(arrays, sketches, sent is None)
-        self._is_source |= is_wanted and first == self._rank
+        self._is_source |= is_wanted and first == self._link.rank
       return self._met(types, messages)
 
-    return plan.run([*arrays, np.int32(self._rank)], exchange)
+    return plan.run([*arrays, np.int32(self._link.rank)], exchange)
 
   def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
     """Returns the arrays of all workers, for each array that was sent."""
@@ -345,7 +337,7 @@ class RemoteProgram:
       received = memoryview(messages[rank])[frames.CHAIN :]
       for all_rows, x in zip(rows, states.from_bytes(received, types)):
         all_rows[rank] = x
-    included = np.bool(self._rank in ranks)
+    included = np.bool(self._link.rank in ranks)
     return [(all_rows, present, included) for all_rows in rows]
 
   def _gather(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
@@ -376,9 +368,9 @@ class RemoteProgram:
         ' Then start the relay and all workers again, from the checkpoint of'
         ' one that is right.'
       )
-    if follows or self._rank not in sketches:
+    if follows or self._link.rank not in sketches:
       own = states.sketch([arrays[n] for n in self._nexts])
-      sketches = sketches | {self._rank: own}
-    if self._rank not in (states.majority(sketches) or [self._rank]):
+      sketches = sketches | {self._link.rank: own}
+    if self._link.rank not in (states.majority(sketches) or [self._link.rank]):
       self._link.part()
     return majority[0]

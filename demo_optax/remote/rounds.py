@@ -61,6 +61,7 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -78,12 +79,11 @@ _ROUNDS, _SECONDS = 5, 2.0
 _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
 _STALE = 60.0  # seconds after which a state that does not arrive is given up
-_FOLLOWERS = 10_000  # more are not answered
 _LINES = 20  # of one kind in the log in a minute, and one of each worker
 _LINE = 300  # characters in it
 
 _SAME_RANK = (
-  'Another program says that it is worker {}. Give every worker a rank of its'
+  'Another program says that it is {}. Give every worker a rank of its'
   ' own, and end one before it is started again.'
 )
 
@@ -143,6 +143,24 @@ class _Member:
   def follows(self) -> bool:
     return self.rank == frames.FOLLOWER
 
+  @property
+  def name(self) -> str:
+    return frames.name_of(self.rank)
+
+
+class _Kind(NamedTuple):
+  """Of a message: those of a round are of one kind."""
+
+  is_evaluation: bool
+  size: int
+  tag: bytes
+
+
+def _kind_of(member: _Member) -> _Kind:
+  body = member.body
+  is_evaluation = not frames.changes_state(body)
+  return _Kind(is_evaluation, len(body), body[: frames.CHAIN])
+
 
 class Rounds:
   """A run, without its connections."""
@@ -178,8 +196,9 @@ class Rounds:
     self._members: dict[int | bytes, _Member] = {}
     self._lists.drop(self.round)
     self._drop_state()
-    self._began = 0.0  # when the first hello, or message of the round, came
-    self._last_seen = self._last_closed = 0.0
+    # When the first hello, or message of the round, came; or the round began.
+    self._began = 0.0
+    self._last_closed = 0.0
 
   def take(
     self, identity: bytes, key_rank: int | None, head: bytes, *bodies: bytes
@@ -191,18 +210,10 @@ class Rounds:
     header = frames.unpack(head)
     if header is None:
       return self._say('refused: no header of this version')
-    rank, count = header.rank, self.options.workers
-    key: int | bytes = rank
-    if rank == frames.FOLLOWER:
-      key = header.program
-    elif rank >= count:
-      reason = (
-        f'rank must be from 0 to {count - 1}, got {rank}. Start the relay with'
-        ' more --workers.'
-      )
-      return self._refuse(identity, rank, reason)
+    rank, name = header.rank, frames.name_of(header.rank)
+    key = header.program if rank == frames.FOLLOWER else rank
     if key_rank not in (None, rank):
-      return self._say('refused: a key that is not of rank %d', rank)
+      return self._say('refused: a key that is not that of %s', name)
     member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
       # Messages of a program that has ended may still be on their way.
@@ -210,14 +221,15 @@ class Rounds:
         member.rival, member.rival_since = header.program, now
       both_live = member.heard > member.rival_since + _SECONDS / 2
       if header.kind != frames.HELLO or both_live:
-        return self._refuse(identity, rank, _SAME_RANK.format(rank))
+        return self._refuse(identity, _SAME_RANK.format(name))
       if now - member.heard < _SECONDS:
-        return self._send(identity, Header(frames.AGAIN, rank))
+        return self._send(identity, Header(frames.AGAIN))
+      self._say('%s was started again', name)
     if header.kind == frames.HELLO and bodies:
       text, *last = bodies
       self._hello(key, _Member(identity, now, header, text, last))
     elif member is None:
-      self._send(identity, Header(frames.UNKNOWN, rank))
+      self._send(identity, Header(frames.UNKNOWN))
     else:
       member.heard = now
       if self._text:
@@ -248,20 +260,24 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    count = sum(bool(member.body) for _, member in members)
-    is_over = now - self._began > self._limit
-    is_complete = all(m.body for _, m in members if m.awaited)
-    if count >= self.options.quorum and (is_complete or is_over):
-      self._close(now)
-    some_join = False
+    sent = joining = 0
+    is_complete = True
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
-      some_join |= member.joins and not member.follows
+      if not member.follows:
+        sent += bool(member.body)
+        joining += member.joins
+        is_complete &= bool(member.body) or not member.awaited
+    is_over = now - self._began > self._limit
+    # Those that join are there, and wait for a state.
+    is_quorum = sent + joining >= self.options.quorum
+    if sent and is_quorum and (is_complete or is_over):
+      self._close(now)
     patience = max(self.options.start, 3 * self._limit)
-    if some_join and now - self._last_seen > patience:
+    if joining and now - self._began > patience:
       self._say('all workers have left the run')
       self.forget()
 
@@ -270,26 +286,21 @@ class Rounds:
   def _hello(self, key: int | bytes, member: _Member) -> None:
     header, rank = member.hello, member.rank
     if reason := self._misfit(member):
-      return self._refuse(member.identity, rank, reason)
+      return self._refuse(member.identity, reason)
     if self._text not in (b'', member.text):
       return self._refuse_text(member, self._text)
-    old = self._members.get(key)
     if member.follows:
       if not self._text:
-        return self._send(member.identity, Header(frames.AGAIN, rank))
-      if len(self._members) >= self.options.workers + _FOLLOWERS:
-        return
-    elif old is None or old.hello.program != header.program:
+        return self._send(member.identity, Header(frames.AGAIN))
+    elif not header.again:
       self._say('worker %d says hello, round %d', rank, header.round)
-      if old is not None:
-        self._refuse(old.identity, rank, _SAME_RANK.format(rank))
     if self._text and header.round > self.round and not member.follows:
       self._say('worker %d is back from a longer run', rank)
       self.forget()
     self._members[key] = member
     if self._text:
-      was_awaited = old is not None and old.awaited
-      member.awaited = was_awaited and self._lists.lead_from(header)
+      # One that asks again may have come before the run.
+      member.awaited = header.again and self._lists.lead_from(header)
       self._welcome(member)
     else:
       self._began = self._began or member.heard
@@ -298,12 +309,14 @@ class Rounds:
     """Returns why a hello cannot be that of a worker of this run, or ''."""
     first, _, _ = member.text.partition(b'\n')
     expected = frames.described(self.options.workers, {})
-    is_possible = 0 <= member.hello.round < _MAX_ROUND
+    is_possible = 0 <= member.hello.round < _MAX_ROUND and (
+      member.follows or member.rank < self.options.workers
+    )
     if first != expected or not is_possible:
       found = first[:_LINE].decode('utf-8', 'replace')
       return (
         f'count must be that of the relay, {expected.decode()}, got {found}'
-        f' from worker {member.rank}. Start the worker with the count of the'
+        f' from {member.name}. Start it with the count of the'
         ' relay, or the relay with other --workers, and both with one version'
         ' of demo_optax.'
       )
@@ -313,20 +326,19 @@ class Rounds:
     """Begins the run if all workers are there, or the time for it is over."""
     members = list(self._members.items())
     texts = collections.Counter(member.text for _, member in members)
-    ((text, most),) = texts.most_common(1)
+    ((text, _),) = texts.most_common(1)
     # A run that begins waits for all, one that continues only for some time.
     patience = self.options.start
     if any(member.hello.round for _, member in members):
       patience = max(10.0, 5 * self._limit)
     is_over = now - self._began > patience
-    is_full = len(members) == self.options.workers
-    if is_over or is_full or 2 * most > self.options.workers:
+    if is_over or len(members) == self.options.workers:
       for key, member in members:
         if member.text != text:
           self._refuse_text(member, text)
           del self._members[key]
-    if is_over or len(self._members) == self.options.workers:
-      self._begin(text)
+      if is_over or len(members) == len(self._members):
+        self._begin(text)
 
   def _begin(self, text: bytes) -> None:
     """Begins a run, or continues one of another relay."""
@@ -336,11 +348,10 @@ class Rounds:
       (m.hello.round, m.hello.number, m.hello.chain) for m in members
     )
 
-    def claim(at: tuple[int, int, bytes]) -> tuple[int, int, int]:
-      number, steps, _ = at
-      return number, steps, positions[at]
-
-    number, _, chain = max(positions, key=claim)
+    # Of most rounds and steps, that of most workers.
+    (number, _, chain), _ = max(
+      positions.most_common(), key=lambda found: found[0][:2]
+    )
     self._lists.begin(number, chain)
     self._then, self._compared = frames.NOTHING, number
     # A list that some may not have received, and others have.
@@ -353,13 +364,14 @@ class Rounds:
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
-    self._began, self._last_seen = 0.0, self._clock()
+    self._began = self._clock()
     self._say('round %d, %d workers', number, len(members))
 
   def _welcome(self, member: _Member) -> None:
-    limit = self.options.max_message
-    header = Header(frames.WELCOME, member.rank, self.round, limit)
-    self._send(member.identity, header)
+    limit = str(self.options.max_message)
+    number = member.hello.round
+    header = Header(frames.WELCOME, round=number, number=self.round)
+    self._send(member.identity, header, limit.encode())
 
   # Rounds ---------------------------------------------------------------------
 
@@ -381,17 +393,15 @@ class Rounds:
     number = header.round
     if not self._lists.lead_from(header):
       # It will ask for a state, unless somebody else has sent this.
-      self._send(identity, Header(frames.GONE, member.rank, self.round))
+      self._send(identity, Header(frames.GONE))
       return
-    if not member.follows:
-      self._last_seen = self._clock()
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
       if member.follows:  # no lists need be kept for it any more
         member.joins = False
       if not member.body:  # who follows does not heed it
-        self._send(identity, Header(frames.AGAIN, member.rank, number))
+        self._send(identity, Header(frames.AGAIN, round=number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
       self._send_list(member, number, self._lists.read(number))
@@ -425,7 +435,7 @@ class Rounds:
       self._say('round %d without %s', number, sorted(missing))
     if self._last_closed:
       self._seconds.append(now - self._last_closed)
-    self._last_closed = now
+    self._last_closed = self._began = now
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
     self._drop_lists()
@@ -462,28 +472,19 @@ class Rounds:
     """
     senders = [member for member in self._members.values() if member.body]
     senders.sort(key=lambda member: member.rank)
-    kinds = []
+    kinds = collections.Counter(map(_kind_of, senders)).most_common()
+    chosen, _ = max(kinds, key=lambda found: found[0].is_evaluation)
     for member in senders:
-      is_evaluation = not frames.changes_state(member.body)
-      tag = member.body[: frames.CHAIN]
-      kinds.append((is_evaluation, len(member.body), tag))
-    counts = collections.Counter(kinds)
-    chosen = max(counts, key=lambda kind: (kind[0], counts[kind]))
-    is_evaluation, size, _ = chosen
-    text = (
-      'round %d without worker %d, which has called another step: its message'
-      ' has %d bytes, not %d'
-    )
-    for member, kind in zip(senders, kinds):
-      if kind != chosen:
-        self._say(text, self.round, member.rank, len(member.body), size)
+      if _kind_of(member) != chosen:
+        text = 'round %d without worker %d, which has called another step'
+        self._say(text, self.round, member.rank)
         member.body = b''
-    return not is_evaluation
+    return not chosen.is_evaluation
 
   def _send_list(
     self, member: _Member, number: int, closed: Sequence[bytes]
   ) -> None:
-    header = Header(frames.LIST, member.rank, number, self.round)
+    header = Header(frames.LIST, round=number, number=self.round)
     self._send(member.identity, header, *closed)
 
   def _drop_lists(self) -> None:
@@ -523,8 +524,7 @@ class Rounds:
     """Takes a part; one that is not taken is answered by its own number."""
     now = self._clock()
     try:
-      leads = self._lists.lead_from(header)
-      if header.number == 0 and self._wants_state and leads:
+      if header.number == 0 and self._wants_state:
         self._drop_state()
         self._state = State(header, now)
       state = self._state
@@ -548,7 +548,7 @@ class Rounds:
     which it can make no use.
     """
     if not member.joins:
-      self._say('worker %d joins', member.rank)
+      self._say('%s joins', member.name)
     member.joins, member.awaited = True, False
     state = self._usable_state
     part = []
@@ -556,9 +556,9 @@ class Rounds:
       at = state.header
       if taken == at.chain:
         self._drop_state()
-      elif 0 <= header.number < state.parts:
-        part.append(state.part(header.number))
-        header = header._replace(round=at.round, chain=at.chain)
+      elif 0 <= header.round < state.parts:
+        part.append(state.part(header.round))
+        header = header._replace(number=at.round, chain=at.chain)
     self._send(identity, header, *part)
 
   def _drop_state(self) -> None:
@@ -568,16 +568,14 @@ class Rounds:
 
   # What is refused ------------------------------------------------------------
 
-  def _refuse(
-    self, identity: bytes, rank: int, reason: str, *run: bytes
-  ) -> None:
+  def _refuse(self, identity: bytes, reason: str, *run: bytes) -> None:
     self._say('refused: %s', reason)
-    self._send(identity, Header(frames.REFUSED, rank), reason.encode(), *run)
+    self._send(identity, Header(frames.REFUSED), reason.encode(), *run)
 
   def _refuse_text(self, member: _Member, run: bytes) -> None:
     """Refuses a worker that does not exchange what others do in the run."""
-    reason = f'worker {member.rank} has another configuration'
-    self._refuse(member.identity, member.rank, reason, run)
+    reason = f'{member.name} has another configuration'
+    self._refuse(member.identity, reason, run)
 
   def _say(self, text: str, *values: object) -> None:
     """Logs a line, if there were not too many: workers cause them."""

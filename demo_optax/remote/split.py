@@ -6,14 +6,12 @@ program, with the arrays that were donated to it. Here they stay as they were,
 and no backend has to support callbacks.
 
 All that a step exchanges at one depth, the number of exchanges that it depends
-on, is one message. A step with one exchange is two programs and one round. The
-message of a delayed exchange exists before the step, and has a separate round:
-the program after it runs while its messages travel.
+on, is one message. A step with one exchange is two programs and one round.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +23,6 @@ from demo_optax.workers.collectives import Programs, meet, meet_p
 from demo_optax.workers.equations import (
   function_of,
   made_by,
-  read_by,
   values_of,
   variables,
 )
@@ -51,7 +48,8 @@ class _Part(NamedTuple):
   run: Any
   reads: list[Var]
   writes: list[Any]
-  is_last: bool
+  # Of what the last one reads: may be overwritten.
+  free: set[Var] | None = None
 
 
 class PartedStep:
@@ -60,67 +58,38 @@ class PartedStep:
   def __init__(
     self,
     step: ClosedJaxpr,
+    compiled: Callable[[_Part], Any],
     wanted: Sequence[int] | None = None,
     follows: bool = False,
     donated: Sequence[int] = (),
-    compiled: Callable[[_Part], Any] | None = None,
   ):
     """Cuts a step that is `flat`.
 
-    It returns the outputs of the numbers `wanted`, by default all. One that
-    `follows` only receives. The inputs of the numbers `donated` may be
-    overwritten once all exchanges have succeeded. Programs are made of parts by
-    `compiled`, by default `jax.jit`.
+    Programs are made of parts by `compiled`. The step returns the outputs of
+    the numbers `wanted`, by default all. One that `follows` only receives. The
+    inputs of the numbers `donated` may be overwritten once all exchanges have
+    succeeded.
     """
-    self._jaxpr, self._follows = step.jaxpr, follows
+    self._jaxpr, self._compiled, self._follows = step.jaxpr, compiled, follows
     self._known = dict(zip(step.jaxpr.constvars, step.consts))
-    self._donated = {step.jaxpr.invars[i] for i in donated}
+    self._kept = {*self._known, *step.jaxpr.invars}
+    self._kept -= {step.jaxpr.invars[i] for i in donated}
     results = step.jaxpr.outvars
     if wanted is not None:
       results = [results[i] for i in wanted]
-    self._computed: list[JaxprEqn] = []
-    self._meetings: dict[JaxprEqn, _Meeting] = {}
-    self.meetings = meetings_in(step.jaxpr)
-    live = self._find_needed(results)
-    self.uses = [v in live for v in step.jaxpr.invars]
-    self._rounds = self._by_depth()
-    compiled = compiled or self._jit
-    parts = self._cut(results)
-    self._parts = [part._replace(run=compiled(part)) for part in parts]
-
-  def compile(self) -> None:
-    """Compiles the parts, those of branches too, before they are run."""
-    for part in self._parts:
-      part.run.lower(*(v.aval for v in part.reads)).compile()
-    for meeting in self._meetings.values():
-      for branch in meeting.branches:
-        branch.compile()
+    self._parts = self._cut(results)
 
   def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
-    parts = iter(self._parts)
-    runs_ahead = False
-    for number, meetings in enumerate(self._rounds):
-      if not runs_ahead:
-        _run_part(next(parts), values)
-      # Nothing waits for a program: early messages are sent while it runs.
-      runs_ahead = self._can_run_ahead(number)
-      if runs_ahead:
-        _run_part(next(parts), values)
+    *parts, last = self._parts
+    for part, meetings in zip(parts, self._rounds):
+      found = part.run(*values_of(values, part.reads))
+      values.update(zip(part.writes, found))
       self._meet(meetings, values, exchange)
-    part = next(parts)
-    last = values_of(values, part.reads)
+    args = values_of(values, last.reads)
     values.clear()  # drops all other references to donated arrays
-    return list(part.run(*last))
-
-  def _can_run_ahead(self, number: int) -> bool:
-    """Returns whether the program after a round need not wait for it."""
-    meetings = self._rounds[number]
-    if number + 1 == len(self._rounds) or not _is_early(meetings[0].eqn):
-      return False
-    awaited = set(self._parts[number + 1].reads)
-    return all(awaited.isdisjoint(meeting.writes) for meeting in meetings)
+    return list(last.run(*args))
 
   def _meet(
     self,
@@ -142,21 +111,59 @@ class PartedStep:
         found = branches[int(number)].run(operands, exchange)
         values.update(zip(writes, found))
 
-  def _find_needed(self, results: Sequence[Any]) -> set[Var]:
-    """Finds the equations that are needed; returns all variables they read."""
-    live = {*variables(results)}
-    for eqn in reversed(self._jaxpr.eqns):
-      if _exchanges(eqn):
-        meeting = self._meeting(eqn, live)
-        self._meetings[eqn] = meeting
-        live.update(meeting.reads)
-      elif live & {*eqn.outvars} or (eqn.effects and not self._follows):
-        self._computed.append(eqn)
-        live.update(variables(eqn.invars))
-    self._computed.reverse()
-    return live
+  def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
+    """Returns the equations of each part: one before each round, and the last.
 
-  def _meeting(self, eqn: JaxprEqn, live: set[Var]) -> _Meeting:
+    An equation is in the first part that needs it: what a message does not
+    depend on is computed after it was sent. A constant, which reads nothing, is
+    computed in each part that needs it.
+    """
+    numbers = _round_numbers(self._jaxpr)
+    last = max(numbers.values(), default=-1) + 1
+    self._rounds: list[list[_Meeting]] = [[] for _ in range(last)]
+    placed: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
+    needed = {v: {last} for v in variables(results)}  # in which parts
+    for eqn in reversed(self._jaxpr.eqns):
+      reads = variables(eqn.invars)
+      if eqn in numbers:
+        number = numbers[eqn]
+        meeting = self._meeting(eqn, needed)
+        self._rounds[number].insert(0, meeting)
+        parts, reads = [number], meeting.reads
+      else:
+        users = [needed[v] for v in eqn.outvars if v in needed]
+        parts = sorted(set().union(*users))
+        if eqn.effects and not self._follows:
+          parts.append(last)
+        if reads:
+          parts = parts[:1]
+        for number in parts:
+          placed[number].insert(0, eqn)
+      if parts:
+        for v in reads:
+          needed.setdefault(v, set()).update(parts)
+    self.uses = [v in needed for v in self._jaxpr.invars]
+    return placed
+
+  def _cut(self, results: list[Any]) -> list[_Part]:
+    """Returns the parts, whose functions return what later ones read."""
+    *placed, eqns = self._place(results)
+    run, read = function_of(self._jaxpr, eqns, results)
+    free = {*read} - self._kept - {*variables(results)}
+    parts = [_Part(run, read, results, free)]
+    later = {*read}
+    for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
+      for meeting in meetings:
+        later.update(meeting.reads)
+      writes = [v for v in made_by(eqns) if v in later]
+      run, read = function_of(self._jaxpr, eqns, writes)
+      later.update(read)
+      parts.insert(0, _Part(run, read, writes))
+    for number, part in enumerate(parts):
+      parts[number] = part._replace(run=self._compiled(part))
+    return parts
+
+  def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
       sent = [] if self._follows else variables(eqn.invars)
       return _Meeting(eqn, sent, eqn.outvars, [])
@@ -167,9 +174,9 @@ class PartedStep:
         f' is differentiated, got an exchange inside of {name!r}. Call the'
         ' step once for each exchange.'
       )
-    wanted = [i for i, v in enumerate(eqn.outvars) if v in live]
+    wanted = [i for i, v in enumerate(eqn.outvars) if v in needed]
     branches = [
-      PartedStep(flat(branch), wanted, self._follows)
+      PartedStep(flat(branch), self._compiled, wanted, self._follows)
       for branch in eqn.params['branches']
     ]
     number, *operands = eqn.invars
@@ -179,100 +186,51 @@ class PartedStep:
     writes = [eqn.outvars[i] for i in wanted]
     return _Meeting(eqn, variables(reads), writes, branches)
 
-  def _by_depth(self) -> list[list[_Meeting]]:
-    """Returns equations that exchange, by the exchanges before them."""
-    depths: dict[Any, int] = {}
-    rounds: dict[int, list[_Meeting]] = {}
-    # Of all equations: one that only receives must count as the others do.
-    for eqn in self._jaxpr.eqns:
-      before = [depths.get(v, 0) for v in variables(eqn.invars)]
-      depth = max(before, default=0)
-      if eqn in self._meetings:
-        depth -= _is_early(eqn)
-        rounds.setdefault(depth, []).append(self._meetings[eqn])
-        depth += 1
-      depths.update(dict.fromkeys(eqn.outvars, depth))
-    return [rounds[depth] for depth in sorted(rounds)]
 
-  def _cut(self, results: list[Any]) -> list[_Part]:
-    """Returns parts, one before each round, and the last one.
+def jitted(part: _Part, ahead: bool) -> Any:
+  """Returns a program, compiled `ahead` of its first call, or by that.
 
-    An equation is in the first part that needs it: what a message does not
-    depend on is computed after it was sent. A constant, which reads nothing, is
-    computed in each part that needs it.
-    """
-    parts: list[_Part] = []
-    pending = self._computed
-    sent = _sent_by(self._meetings.values())
-    for meetings in self._rounds:
-      eqns = _needed_for(_sent_by(meetings), pending)
-      once = {eqn for eqn in eqns if variables(eqn.invars)}
-      pending = [eqn for eqn in pending if eqn not in once]
-      later = {*read_by(pending), *variables(results)}
-      later = {*sent, *later.intersection(made_by(once))}
-      writes = [v for v in made_by(eqns) if v in later]
-      run, reads = function_of(self._jaxpr, eqns, writes)
-      parts.append(_Part(run, reads, writes, is_last=False))
-    run, reads = function_of(self._jaxpr, pending, results)
-    return [*parts, _Part(run, reads, results, is_last=True)]
-
-  def _jit(self, part: _Part) -> Any:
-    """Returns a program; results of the last one take over input buffers."""
-    kept = {*self._known, *self._jaxpr.invars} - self._donated
-    kept.update(variables(part.writes))
-    free = []
-    if part.is_last:
-      free = [_form(v) for v in part.writes if v not in part.reads]
-    donated = []
-    for number, v in enumerate(part.reads):
-      if v not in kept and _form(v) in free:
-        free.remove(_form(v))
-        donated.append(number)
-    return jax.jit(part.run, donate_argnums=donated)
+  Results of the last part take over the buffers of what it may overwrite.
+  """
+  forms = [_form(v) for v in part.writes if v not in part.reads]
+  donated = []
+  for number, v in enumerate(part.reads):
+    if v in (part.free or ()) and _form(v) in forms:
+      forms.remove(_form(v))
+      donated.append(number)
+  program = jax.jit(part.run, donate_argnums=donated)
+  if ahead:
+    program.lower(*(v.aval for v in part.reads)).compile()
+  return program
 
 
-def meetings_in(jaxpr: Jaxpr) -> list[str]:
+def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
+  """Returns the rounds of equations, by the exchanges that they depend on.
+
+  Also of those that one which only receives does not need: it must count as the
+  others do.
+  """
+  depths: dict[Any, int] = {}
+  found: dict[JaxprEqn, int] = {}
+  for eqn in jaxpr.eqns:
+    before = [depths.get(v, 0) for v in variables(eqn.invars)]
+    depth = max(before, default=0)
+    if meetings_in([eqn]):
+      found[eqn] = depth
+      depth += 1
+    depths.update(dict.fromkeys(eqn.outvars, depth))
+  return found
+
+
+def meetings_in(eqns: Iterable[JaxprEqn]) -> list[str]:
   """Returns the types of what is exchanged, in order, in all branches."""
   found = []
-  for eqn in jaxpr.eqns:
+  for eqn in eqns:
     if eqn.primitive is meet_p:
       found.append(str(eqn.invars[0].aval))
     for inner in core.jaxprs_in_params(eqn.params):
-      found += meetings_in(inner)
+      found += meetings_in(inner.eqns)
   return found
-
-
-def _exchanges(eqn: JaxprEqn) -> bool:
-  inner = core.jaxprs_in_params(eqn.params)
-  return eqn.primitive is meet_p or any(map(meetings_in, inner))
-
-
-def _is_early(eqn: JaxprEqn) -> bool:
-  return eqn.params.get('early', False)
-
-
-def _run_part(part: _Part, values: dict[Var, Any]) -> None:
-  found = part.run(*values_of(values, part.reads))
-  values.update(zip(part.writes, found))
-
-
-def _sent_by(meetings: Iterable[_Meeting]) -> list[Var]:
-  found = []
-  for meeting in meetings:
-    found += meeting.reads
-  return found
-
-
-def _needed_for(
-  wanted: Iterable[Var], eqns: Sequence[JaxprEqn]
-) -> list[JaxprEqn]:
-  """Returns the equations that variables depend on."""
-  needed, found = {*wanted}, []
-  for eqn in reversed(eqns):
-    if not needed.isdisjoint(eqn.outvars):
-      found.append(eqn)
-      needed.update(variables(eqn.invars))
-  return found[::-1]
 
 
 def _form(v: Any) -> Any:
@@ -292,25 +250,30 @@ def flat(step: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
-  """Runs a step equation by equation."""
+  """Runs a step, and what is in it that exchanges, equation by equation."""
   jaxpr = step.jaxpr
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
-  for eqn in jaxpr.eqns:
-    ins = values_of(values, eqn.invars)
-    name = eqn.primitive.name
-    is_call = name in ('pjit', 'jit', 'shard_map') and _exchanges(eqn)
-    if eqn.primitive is watch_p:
-      found = ins
-    elif is_call and name == 'shard_map':
-      found = _replay_on_devices(eqn, ins)
-    elif is_call:
-      found = _replay(eqn.params['jaxpr'], *ins)
-    else:
-      run, reads = function_of(jaxpr, [eqn], eqn.outvars)
-      found = run(*values_of(values, reads))
-    values.update(zip(eqn.outvars, found))
+  for is_opened, eqns in itertools.groupby(jaxpr.eqns, _is_opened):
+    some = [*eqns]
+    if not is_opened:
+      made = made_by(some)
+      run, reads = function_of(jaxpr, some, made)
+      values.update(zip(made, run(*values_of(values, reads))))
+      continue
+    for eqn in some:
+      found = ins = values_of(values, eqn.invars)
+      if eqn.primitive.name == 'shard_map':
+        found = _replay_on_devices(eqn, ins)
+      elif eqn.primitive is not watch_p:
+        found = _replay(eqn.params['jaxpr'], *ins)
+      values.update(zip(eqn.outvars, found))
   return values_of(values, jaxpr.outvars)
+
+
+def _is_opened(eqn: JaxprEqn) -> bool:
+  is_call = eqn.primitive.name in ('pjit', 'jit', 'shard_map')
+  return eqn.primitive is watch_p or (is_call and bool(meetings_in([eqn])))
 
 
 def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
@@ -330,10 +293,10 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
       for v, x in zip(part.reads, arrays):
         own.append(x if v in specs else x[0])  # from [1, ...] on each device
       found = part.run(*own)
-      return found if part.is_last else [x[None] for x in found]
+      return [x[None] for x in found] if part.free is None else found
 
     out_specs = [devices] * len(part.writes)
-    if part.is_last:
+    if part.free is not None:
       out_specs = list(eqn.params['out_specs'])
     in_specs = tuple(specs.get(v, devices) for v in part.reads)
     return jax.shard_map(
@@ -347,11 +310,11 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
     found = []
     for eqn, x in zip(eqns, sent or []):  # f32[devices, ...]
-      rows, *flags = meet(x, Programs(eqn.params['size']), _is_early(eqn))
+      rows, *flags = meet(x, Programs(eqn.params['size']))
       # From f32[workers, devices, ...]; all devices have the same flags.
       to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
       found.append(to_devices(rows, flags))
     return found
 
-  parts = PartedStep(ClosedJaxpr(body, []), compiled=compiled)
+  parts = PartedStep(ClosedJaxpr(body, []), compiled)
   return parts.run(ins, exchange)

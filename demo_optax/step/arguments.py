@@ -4,7 +4,6 @@ The caller names the batches. All else is shared by the workers, except what its
 type says is one worker's own: momentum in an exchange's state, and random keys.
 """
 
-import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.roles import Role
+from demo_optax.step.roles import Role, role_of
 from demo_optax.step.trees import (
   Constant,
   Form,
@@ -37,7 +36,6 @@ Value = TypeVar('Value')
 class Options:
   """The options of `data_parallel`, arguments by their names."""
 
-  signature: inspect.Signature  # of the step
   batches: frozenset[str]
   static: frozenset[str]
   donated: frozenset[str]
@@ -85,8 +83,8 @@ class Call:
 
   Attributes:
     options: what the step was decorated with.
-    names: the arguments that are given.
-    form: their structure.
+    keywords: the names of those arguments that are given by name, the last.
+    form: the structure of all arguments.
     arrays: the arrays in them.
     rows: the length that one worker's batch has; None without a batch.
     axis: where rows are in results.
@@ -96,7 +94,7 @@ class Call:
   """
 
   options: Options
-  names: Sequence[str]
+  keywords: Sequence[str]
   form: Form
   arrays: list[Array]
   rows: int | None
@@ -117,11 +115,12 @@ class Call:
 
   def bind(
     self, arrays: Sequence[jax.Array]
-  ) -> tuple[inspect.BoundArguments, list[object]]:
+  ) -> tuple[list[Any], dict[str, Any], list[object]]:
     """Returns the step's arguments with these arrays, and its NNX objects."""
-    values, objects = self.form.merge(arrays, inner=True)
-    named = dict(zip(self.names, values))
-    return bound_to(self.options.signature, named), objects
+    args, objects = self.form.merge(arrays, inner=True)
+    num_positions = len(args) - len(self.keywords)
+    kwargs = dict(zip(self.keywords, args[num_positions:]))
+    return args[:num_positions], kwargs, objects
 
   def replace(
     self,
@@ -136,57 +135,36 @@ class Call:
     return found
 
 
-def by_name(
-  signature: inspect.Signature,
-  args: tuple[Any, ...],
-  kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-  """Returns a call's arguments by name: those of `*rest` are `rest[0]`, ..."""
-  named: dict[str, Any] = {}
-  for name, value in signature.bind(*args, **kwargs).arguments.items():
-    kind = signature.parameters[name].kind
-    if kind is inspect.Parameter.VAR_POSITIONAL:
-      named.update((f'{name}[{place}]', x) for place, x in enumerate(value))
-    elif kind is inspect.Parameter.VAR_KEYWORD:
-      named.update(value)
-    else:
-      named[name] = value
-  return named
+def name_at(signature: inspect.Signature, position: int) -> str | None:
+  """Returns the name of the argument at a position, if a step has one there.
 
-
-def bound_to(
-  signature: inspect.Signature, named: Mapping[str, Any]
-) -> inspect.BoundArguments:
-  """Undoes `by_name`."""
-  left = dict(named)
-  arguments: dict[str, Any] = {}
-  for name, parameter in signature.parameters.items():
-    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-      chosen = [key for key in left if key.startswith(f'{name}[')]
-      arguments[name] = tuple(left.pop(key) for key in chosen)
-    elif name in left:
-      arguments[name] = left.pop(name)
-    elif parameter.kind is inspect.Parameter.VAR_KEYWORD:  # the last one
-      arguments[name] = left
-  return inspect.BoundArguments(signature, arguments)  # type: ignore[arg-type]
+  Those of `*rest` are `rest[0]`, ...
+  """
+  for number, (name, parameter) in enumerate(signature.parameters.items()):
+    if parameter.kind is parameter.VAR_POSITIONAL and position >= number:
+      return f'{name}[{position - number}]'
+    if position == number and parameter.kind < parameter.VAR_POSITIONAL:
+      return name
+  return None
 
 
 def analyse(
   workers: Workers,
   options: Options,
-  named: Mapping[str, object],
+  named: Sequence[tuple[str, object]],
+  keywords: Sequence[str],
   form: Form,
   objects: Sequence[object],
   variables: Sequence[jax.Array],
 ) -> Call:
   """Decides about every array in a call.
 
-  `named` are its arguments in order, each with `only_arrays`.
+  `named` are its arguments with their names, each with `only_arrays`.
   """
   arrays: list[Array] = []
   states: dict[StateForm, list[int]] = {}
   paths: dict[int, Keys] = {}  # of the NNX objects
-  for name, value in named.items():
+  for name, value in named:
     start = len(arrays)
     roles = iter(modules.roles_of(value))
     for keys, x in leaves_of({name: value}, is_constant):
@@ -213,7 +191,7 @@ def analyse(
   _check_batches(options, named, cut)
   return Call(
     options,
-    [*named],
+    keywords,
     form,
     arrays,
     rows=_rows(workers, cut),
@@ -250,7 +228,14 @@ def _array(
   name = keys[0]
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
   has_rows = name in options.batches and bool(struct.shape)
-  role, axis = _role(keys, struct, said, has_rows), options.axis_of(name)
+  role, axis = role_of(keys, struct, said, has_rows), options.axis_of(name)
+  if role is Role.SHARED and len(keys) == 1 and prng.is_legacy_key(struct):
+    raise ValueError(
+      f'{name} must not be a legacy random key, got uint32[2], which all'
+      ' workers would share. Pass a typed key, jax.random.key(seed) or'
+      f' jax.random.wrap_key_data({name}), into which each worker folds its'
+      ' number. Pass data of this shape in a tuple or dict.'
+    )
   sharding = None
   if workers.mesh is not None:
     sharding = workers.sharding(keys, struct.shape)
@@ -287,31 +272,6 @@ def place(
   return put(x, target)
 
 
-def _role(
-  keys: Keys,
-  x: jax.ShapeDtypeStruct,
-  said: Role | None,
-  has_rows: bool,
-) -> Role:
-  """Returns an array's role; `said` is what its variable's class says."""
-  if is_stacked(keys[1:]):
-    return Role.STACKED
-  if said in (None, Role.KEY) and prng.is_key_array(x):
-    return Role.BATCH if has_rows else Role.KEY
-  if said is not None:
-    return said
-  if has_rows:
-    return Role.BATCH
-  if len(keys) == 1 and prng.is_legacy_key(x):
-    raise ValueError(
-      f'{keys[0]} must not be a legacy random key, got uint32[2], which all'
-      ' workers would share. Pass a typed key, jax.random.key(seed) or'
-      f' jax.random.wrap_key_data({keys[0]}), into which each worker folds its'
-      ' number. Pass data of this shape in a tuple or dict.'
-    )
-  return Role.SHARED
-
-
 def _check_stacked(
   workers: Workers,
   arrays: Sequence[Array],
@@ -331,13 +291,7 @@ def _check_stacked(
 
 def _check_not_accumulated(arrays: Sequence[Array]) -> None:
   """Raises for a state that optax.MultiSteps has made."""
-  fields = {'mini_step', 'gradient_step', 'acc_grads'}
-  found = collections.defaultdict(set)  # by the path of what has them
-  for array in arrays:
-    for place, key in enumerate(array.keys):
-      if key in fields:
-        found[array.keys[:place]].add(key)
-  if fields in found.values():
+  if any('acc_grads' in array.keys for array in arrays):
     raise ValueError(
       'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
       ' got a state of it: it would exchange in every call and drop all results'
@@ -348,16 +302,16 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
 
 def _check_batches(
   options: Options,
-  named: Mapping[str, object],
+  named: Sequence[tuple[str, object]],
   cut: Sequence[Array],
 ) -> None:
   """Raises for a batch without arrays to cut, unless it is empty."""
   # One batch of several may be empty, such as an optional mask.
   wrong = []
-  for name in sorted(options.batches & named.keys()):
-    has_leaves = jax.tree.leaves(named[name], is_leaf=is_constant)
-    is_cut = any(array.keys[0] == name for array in cut)
-    if not is_cut and (has_leaves or not cut):
+  names_cut = {array.keys[0] for array in cut}
+  for name, value in named:
+    has_leaves = jax.tree.leaves(value, is_leaf=is_constant)
+    if name in options.batches - names_cut and (has_leaves or not cut):
       wrong.append(name)
   if wrong:
     raise ValueError(

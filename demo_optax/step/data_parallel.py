@@ -96,7 +96,6 @@ def data_parallel(
     listed = functools.partial(_listed, step)
     listed([*batch_axis] if isinstance(batch_axis, Mapping) else [])
     options = Options(
-      signature=inspect.signature(step),
       batches=listed(batch_argnums, batch_argnames),
       static=listed(static_argnums, static_argnames),
       donated=listed(donate_argnums, donate_argnames),
@@ -118,6 +117,7 @@ class DataParallelStep:
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
+    self._signature = inspect.signature(step)
     # Calls and their programs, by all that is static.
     self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
@@ -171,8 +171,8 @@ class DataParallelStep:
       program.trace(*arrays)
     for at, behind, current in program.follow(*arrays):
       with modules.in_transform():
-        bound, _ = call.bind(current)
-      yield at, behind, bound.args[: len(args)]
+        found, _, _ = call.bind(current)
+      yield at, behind, tuple(found)
 
   def _open(
     self,
@@ -180,22 +180,30 @@ class DataParallelStep:
     kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays, placed."""
-    given = arguments.by_name(self._options.signature, args, kwargs)
-    for name in self._options.static & given.keys():
-      given[name] = Constant(given[name], type(given[name]))
+    names = []
+    for position in range(len(args)):
+      # One too many: Python says so, once the step is called.
+      name = arguments.name_at(self._signature, position)
+      names.append(name or str(position))
+    names += kwargs
+    given = [*args, *kwargs.values()]
+    for number, name in enumerate(names):
+      if name in self._options.static:
+        given[number] = Constant(given[number], type(given[number]))
     objects: list[object] = []
-    values = only_arrays([*given.values()], objects)
+    values = only_arrays(given, objects)
     arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
     form = Form(treedef, structure)
     arrays += variables
     # All that a program is for: structure, constants, shapes.
-    key = tuple(given), form, tuple(map(_type_of, arrays))
+    key = tuple(names), tuple(kwargs), form, tuple(map(_type_of, arrays))
     if key not in self._known:
       call = arguments.analyse(
         self.workers,
         self._options,
-        dict(zip(given, values)),
+        [*zip(names, values)],
+        [*kwargs],
         form,
         objects,
         variables,
@@ -247,33 +255,24 @@ def _listed(
   *listed: object,
 ) -> frozenset[str]:
   """Returns the names that a step's options list by name or position."""
-  parameters = inspect.signature(step).parameters
-  names: list[str] = []
-  rest, before_rest = '', 0  # what takes positions without a name
-  takes_any_name = False
-  for name, parameter in parameters.items():
-    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-      rest, before_rest = name, len(names)
-    elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-      takes_any_name = True
-    else:
-      names.append(name)
-  if not rest:
-    before_rest = len(names)
-
-  def name_of(argument: Any) -> str:
-    if isinstance(argument, str):
-      if takes_any_name or argument in names:
-        return argument
-    elif argument in range(before_rest):
-      return names[argument]
-    elif rest and argument >= before_rest:
-      return f'{rest}[{argument - before_rest}]'
-    shown = ', '.join(map(str, parameters.values()))
-    raise ValueError(
-      f'data_parallel must be given arguments of the step, got {argument!r},'
-      f' but the arguments of {_label(step)} are {shown}. Give names, or'
-      ' positions counted from the first argument.'
-    )
-
-  return frozenset(map(name_of, jax.tree.leaves(listed)))
+  signature = inspect.signature(step)
+  known, takes_any_name = set(), False
+  for parameter in signature.parameters.values():
+    takes_any_name |= parameter.kind is parameter.VAR_KEYWORD
+    if parameter.kind is not parameter.VAR_POSITIONAL:
+      known.add(parameter.name)
+  names = set()
+  for argument in jax.tree.leaves(listed):
+    name: str | None = argument
+    if not isinstance(argument, str):
+      name = arguments.name_at(signature, argument)
+    elif argument not in known and not takes_any_name:
+      name = None
+    if name is None:
+      raise ValueError(
+        f'data_parallel must be given arguments of the step, got {argument!r}'
+        f' for {_label(step)}{signature}. Give names, or positions counted from'
+        ' the first argument.'
+      )
+    names.add(name)
+  return frozenset(names)

@@ -1,4 +1,4 @@
-"""Flax: NNX objects in and out of a step, and how models are sharded.
+"""Flax: NNX objects in and out of a step.
 
 NNX objects go through a step as through `nnx.jit`: they are split into arrays
 outside, merged inside, split again after the step, and updated in place.
@@ -9,86 +9,20 @@ Flax is imported by the user or not at all.
 import collections
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step.roles import Role
 
 
-def param_specs(
-  model: object,
-  rules: Sequence[tuple[str, str | None]] | None = None,
-) -> Any:
-  """Returns the partition specs that a Flax model's own annotations ask for.
-
-  They are for `Workers.on_mesh(mesh, axis_name, param_specs)`.
-
-  Example:
-    >>> import demo_optax, jax
-    >>> from flax import nnx
-    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
-    >>> with jax.set_mesh(jax.make_mesh((1,), ('fsdp',))):
-    ...   layer = nnx.Linear(2, 4, kernel_init=init, rngs=nnx.Rngs(0))
-    >>> print(demo_optax.param_specs(layer)['kernel'].get_value())
-    P(None, 'fsdp')
-
-  Args:
-    model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
-      or a Linen model's `variables['params']`, before `nn.unbox`.
-    rules: pairs `(logical axis, mesh axis or None)`; by default the
-      surrounding `nnx.logical_axis_rules` or `nn.logical_axis_rules`.
-
-  Returns:
-    A `PartitionSpec` for each parameter; `P()` for those without annotations.
-
-  Raises:
-    TypeError: what is given is no model with its metadata.
-    ValueError: logical axes without rules.
-  """
-  nnx = _nnx()
-  if nnx is not None and isinstance(model, nnx.Module):
-    model = nnx.state(model, nnx.Param)
-  if nnx is not None and isinstance(model, nnx.State):
-    context: Any = contextlib.nullcontext()
-    if rules:
-      context = nnx.logical_axis_rules(rules)
-    with context:
-      return nnx.get_partition_spec(model)
-  linen = sys.modules.get('flax.linen')
-  if linen is None or not isinstance(model, Mapping):
-    raise TypeError(
-      "model must be an NNX module, an nnx.State, or a Linen model's"
-      f" variables['params'] with their metadata, got {type(model).__name__}."
-      ' Give one of these, or write a tree of PartitionSpec.'
-    )
-
-  def spec(x: Any) -> P:  # mesh axes and logical ones may mix
-    if not isinstance(x, linen.LogicallyPartitioned):
-      return linen.get_partition_spec(x)
-    if not rules and not linen.get_logical_axis_rules():
-      raise ValueError(
-        f'rules must map the logical axes {x.names} of the model, got none.'
-        " Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
-      )
-    return linen.logical_to_mesh_axes(x.names, rules)
-
-  def is_box(x: object) -> bool:
-    return isinstance(x, linen.Partitioned)
-
-  return jax.tree.map(spec, model, is_leaf=is_box)
-
-
 def _nnx() -> Any:
   return sys.modules.get('flax.nnx')
 
-
-# NNX objects as arguments of a step -------------------------------------------
 
 _CONTEXT = 'demo_optax'
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct

@@ -16,8 +16,8 @@ from demo_optax._paths import Keys, dotted
 
 # Where a state of `local_updates` has parameters: those of the worker, those
 # that all share, and where the worker's started, if they drift.
-_OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
-_START = ('worker_stacked', 'start')
+_SHARED, _OWN = 'global_params', ('worker_stacked', 'params')
+_START = 'worker_stacked', 'start'
 
 
 def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
@@ -32,7 +32,7 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
   for root, params in _states(known).items():
     model = _model_of(root, params, known)
     for param in params:
-      copies = [(*root, *part, *param) for part in (_SHARED, _OWN, _START)]
+      copies = [(*root, *part, *param) for part in ((_SHARED,), _OWN, _START)]
       number = known[*model, *param]
       found[number] = [known[copy] for copy in copies if copy in known]
   return found
@@ -41,7 +41,6 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
 def enter(
   params: Mapping[int, Sequence[int]],
   arrays: list[jax.Array],
-  known: Sequence[Any],
 ) -> None:
   """Puts the worker's own copies where the parameters are.
 
@@ -50,15 +49,8 @@ def enter(
   """
   # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
-  for number, (shared, own, *_) in params.items():
-    x, old = arrays[number], arrays[own]
-    if (x.shape, x.dtype) != (old.shape, old.dtype):
-      name = known[number].name
-      raise ValueError(
-        f'{name} must be {old.dtype}{list(old.shape)} as in the state of'
-        f' local_updates, got {x.dtype}{list(x.shape)}. Make the state with'
-        ' tx.init of these parameters.'
-      )
+  for number, (shared, *_) in params.items():
+    x = arrays[number]
     changed |= jnp.any(x != arrays[shared].astype(x.dtype))
   # Also the one that all share, and where the worker's started.
   for number, copies in params.items():
@@ -74,10 +66,10 @@ def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   # A state is known by two fields beside each other.
   roots = collections.defaultdict(list)
   for path in known:
-    for start in range(len(path) - 1):
-      root, param = path[:start], path[start + 2 :]
-      is_own = path[start : start + 2] == _OWN
-      if is_own and (*root, *_SHARED, *param) in known:
+    if _SHARED in path:
+      at = path.index(_SHARED)
+      root, param = path[:at], path[at + 1 :]
+      if (*root, *_OWN, *param) in known:
         roots[root].append(param)
   return roots
 

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax._tree import is_inexact
-from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.arguments import Call
-from demo_optax.step.roles import Role
+from demo_optax.step.roles import Role, role_of
 from demo_optax.step.trees import Form, form_of, only_arrays
 from demo_optax.workers import Workers, collectives, inside
 from demo_optax.workers.variation import Origin
@@ -229,19 +228,12 @@ def _role(
   at: int | None,
 ) -> Role:
   """Returns a result's role; `said` is what its variable's class says."""
-  if isinstance(x, Rows):
-    return Role.BATCH
-  if is_stacked(keys):
-    return Role.STACKED
-  if said in (None, Role.KEY) and prng.is_key_array(x):
-    return Role.KEY
-  if said is Role.ADDED and at is None:
-    return Role.SHARED
-  if said is not None:
-    return said
-  if at is None and is_inexact(x) and not np.shape(x):
-    return Role.MEAN
-  return Role.SHARED
+  role = role_of(keys, x, said, isinstance(x, Rows))
+  if at is not None or role not in (Role.SHARED, Role.ADDED):
+    return role
+  # No argument's next value: a loss, or what must be equal.
+  is_loss = said is None and is_inexact(x) and not np.shape(x)
+  return Role.MEAN if is_loss else Role.SHARED
 
 
 def _next_values(

@@ -4,6 +4,9 @@ import enum
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from demo_optax._paths import Keys, is_stacked
+from demo_optax.numerics import prng
+
 
 class Role(enum.Enum):
   """Says how workers have an array, and how one value is made from theirs.
@@ -33,6 +36,22 @@ class Role(enum.Enum):
   def is_own(self) -> bool:
     """Whether workers have different parts."""
     return self in (Role.BATCH, Role.STACKED)
+
+
+def role_of(
+  keys: Keys,
+  x: Any,
+  said: Role | None,
+  has_rows: bool,
+) -> Role:
+  """Returns an array's role; `said` is what its variable's class says."""
+  if is_stacked(keys):
+    return Role.STACKED
+  if has_rows:
+    return Role.BATCH
+  if said in (None, Role.KEY) and prng.is_key_array(x):
+    return Role.KEY
+  return said or Role.SHARED
 
 
 class Parts(NamedTuple):

@@ -17,7 +17,7 @@ from demo_optax.step.arguments import Array, Call
 from demo_optax.step.roles import Parts, Role
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.in_turn import run_in_turn
-from demo_optax.workers.variation import Origin, follow
+from demo_optax.workers.variation import Follower, Origin
 
 # What a step returns, and what is known of it.
 _Settled = tuple[Parts, results.Returned]
@@ -110,7 +110,7 @@ class Runner:
       in_specs=(specs,),
       out_specs=(specs, P()),
       # Types do not know that parameters stay equal which each worker
-      # differentiates alone; `variation.follow` does.
+      # differentiates alone; `variation.Follower` does.
       check_vma=False,
     )(Parts(*placed))
 
@@ -146,7 +146,7 @@ class Runner:
     given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
     # `local_updates`: the model in the step is the worker's.
     if call.own_params:
-      own_params.enter(call.own_params, given, call.arrays)
+      own_params.enter(call.own_params, given)
     # In the step nothing has a worker axis.
     seen = dataclasses.replace(
       workers, num_workers=self.workers.count, stacked_state=False
@@ -154,10 +154,10 @@ class Runner:
     with _explained(self.workers):
       closed, (_, known) = inside.trace(seen, self._step_of_arrays, given)
       # Before anything is run, mistakes are found in the program.
-      inputs = self._origins()
-      origins, of_all = follow(closed.jaxpr, inputs, axis)
+      follower = Follower(axis)
+      origins = follower.follow(closed.jaxpr, self._origins())
       if self.workers.sequential:
-        values = run_in_turn(closed, of_all, axis, given)
+        values = run_in_turn(closed, follower.found, axis, given)
       else:
         values = core.jaxpr_as_fun(closed)(*given)
     # A variable that a step returns as it was is an input of its program.
@@ -183,9 +183,9 @@ class Runner:
     self, *given: jax.Array
   ) -> tuple[list[jax.Array], results.Returned]:
     """Calls the step as it was written: with trees and Flax objects."""
-    bound, objects = self.call.bind(given)
+    args, kwargs, objects = self.call.bind(given)
     before = modules.variables(objects)
-    returned = self.step(*bound.args, **bound.kwargs)
+    returned = self.step(*args, **kwargs)
     modules.check_variables(before, objects)
     return results.collect(self.call, returned, objects)
 

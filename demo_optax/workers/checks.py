@@ -9,10 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path, leaf_name
-from demo_optax._tree import is_exchanged, params_of
+from demo_optax._tree import Tree, flatten_alike, is_exchanged, params_of
 from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
+from demo_optax.workers.variation import traced_step
 from demo_optax.workers.workers import Workers
 
 
@@ -34,6 +35,20 @@ def params_and_like(
     return jax.ShapeDtypeStruct(np.shape(gradient)[lead:], gradient.dtype)
 
   return None, jax.tree.map(of_worker, updates)
+
+
+def check_gradients(
+  updates: Tree,
+  params: chex.ArrayTree | None,
+  workers: Workers,
+) -> Tree:
+  """Returns gradients; raises unless they are laid out for the workers."""
+  seen = traced_step.get() or workers
+  for (path, gradient), param in zip(*flatten_alike(updates, params)):
+    check_gradient(leaf_name(path), gradient, param, seen)
+  if inside.is_in_step():
+    return inside.check_own_gradients(updates)
+  return updates
 
 
 def check_gradient(
@@ -119,6 +134,5 @@ def check_sharding(
       f'The parameter {leaf_name(path)} must be sharded by {expected} for'
       f' {workers}, got {found.spec}. Say how parameters are sharded:'
       ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), with a tree'
-      ' of PartitionSpecs or demo_optax.param_specs(model); or put them'
-      ' elsewhere, with workers.device_put.'
+      ' of PartitionSpecs; or put them elsewhere, with workers.device_put.'
     )

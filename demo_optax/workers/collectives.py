@@ -53,7 +53,6 @@ def _(
   x: Any,
   *,
   size: int,
-  early: bool,
 ) -> list[Any]:
   # The fields of `Met`.
   return [
@@ -63,16 +62,9 @@ def _(
   ]
 
 
-def meet(
-  x: jax.Array,
-  programs: Programs,
-  early: bool = False,
-) -> Met:
-  """Returns `x` of all workers that are programs.
-
-  What is `early` is there before the step, and is sent before all else.
-  """
-  return Met(*meet_p.bind(x, size=programs.size, early=early))
+def meet(x: jax.Array, programs: Programs) -> Met:
+  """Returns `x` of all workers that are programs."""
+  return Met(*meet_p.bind(x, size=programs.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,36 +82,31 @@ class Group:
     return not isinstance(self.axis, Programs)
 
   def send_and_receive(
-    self, message: Mapping[str, jax.Array], early: bool = False
+    self, message: Mapping[str, jax.Array]
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
     By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
     each, `[workers, ...]`; all others are summed, by one collective for each
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
-    `[]`, whether the message reaches the others, if it may not. For `early` see
-    `meet`.
+    `[]`, whether the message reaches the others, if it may not.
     """
     found: dict[str, jax.Array] = {}
-    if isinstance(self.axis, Programs):
-      included = None
-      for name, x in message.items():
-        met = meet(x, self.axis, early)
-        found[name] = met.rows
-        if name != GATHERED:
-          found[name] = jnp.sum(met.rows, axis=0)
-        if included is None:
-          included = met.included
-      return found, included
+    included = None
     for name, x in message.items():
-      if name == GATHERED:
+      if isinstance(self.axis, Programs):
+        rows, _, included = meet(x, self.axis)
+        found[name] = rows
+        if name != GATHERED:
+          found[name] = jnp.sum(rows, axis=0)
+      elif name == GATHERED:
         found[name] = gather(x, self.axis)
       elif name == TO_OWNERS:
         x = vary(x, self.axis)
         found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
       else:
         found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
-    return found, None
+    return found, included
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices in this worker."""
@@ -164,7 +151,7 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.explicit_axes:
     everyone = functools.partial(gather, axis=axis)
-    return _without_types(everyone, x, num_new_axes=1)
+    return without_types(everyone, x, num_new_axes=1)
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
   rows = jax.lax.all_gather(x, axis)
@@ -230,7 +217,7 @@ def _in_order(rows: jax.Array) -> jax.Array:
 
 def total(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
-  return _without_types(lambda x: sums([x], axis)[0], x)
+  return without_types(lambda x: sums([x], axis)[0], x)
 
 
 def mean_finite(
@@ -248,37 +235,24 @@ def mean_finite(
 
   def mean_of(x: jax.Array) -> jax.Array:
     wide = vary(x.astype(_widened(x.dtype)), axis)
+    is_finite = jnp.isfinite(wide).all()
+    wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
+    # An absent worker has zeros in both.
+    parts = [wide, is_finite.astype(jnp.finfo(wide.dtype).dtype)]
     is_spread = jax.sharding.get_abstract_mesh().auto_axes
     is_scalar = not x.ndim and otherwise is None
     if is_spread and is_scalar and not isinstance(axis, Programs):
-      rows = jax.lax.all_gather(wide, axis)  # [workers], under vmap
-      finite = jnp.isfinite(rows)
-      pairs = jnp.stack([jnp.where(finite, rows, 0), finite.astype(rows.dtype)])
-      added, number = jnp.sum(pairs, axis=1)  # by one all-reduce
-      count = number.astype(jnp.int32)
-    elif _is_ordered(wide) or isinstance(axis, Programs):
-      present: jax.Array | bool = True
-      if isinstance(axis, Programs):
-        rows, present, _ = meet(wide, axis)
-      else:
-        rows = gather(wide, axis)
-      # rows[workers, *x.shape], finite: bool[workers]
-      finite = jnp.isfinite(rows).all(tuple(range(1, rows.ndim))) & present
-      each = finite.reshape(-1, *(1,) * x.ndim)  # bool[workers, 1, ...]
-      added = _in_order(jnp.where(each, rows, jnp.zeros_like(rows)))
-      count = jnp.sum(finite, dtype=jnp.int32)
+      added, number = jax.lax.psum(parts, axis)
     else:
-      # Too large to be gathered.
-      is_finite = jnp.isfinite(wide).all()
-      wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
-      added, count = sums([wide, is_finite.astype(jnp.int32)], axis)
+      added, number = sums(parts, axis)
+    count = number.astype(jnp.int32)
     # By a product: XLA divides by a constant in some programs, and multiplies
     # by its reciprocal in others.
     inverse = rounding.exact_reciprocal(count, size, added.dtype)
     mean = (added * inverse).astype(x.dtype)
     return jnp.where(count > 0, mean, jnp.full_like(mean, jnp.nan))
 
-  mean = _without_types(mean_of, x)
+  mean = without_types(mean_of, x)
   if otherwise is None:
     return mean
   # Statistics keep a number whose mean is not finite.
@@ -309,22 +283,25 @@ def everyones(
   return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
 
 
-def _without_types(
-  fun: Callable[[jax.Array], jax.Array],
-  x: jax.Array,
+def without_types(
+  fun: Callable[[Any], Any],
+  arrays: Any,
   num_new_axes: int = 0,
-) -> jax.Array:
-  """Returns `fun(x)`, which may add axes in front.
+) -> Any:
+  """Returns `fun(arrays)`, a tree like it; it may add axes in front.
 
   On an Explicit mesh it runs where no type says how arrays are sharded: JAX has
   no collectives with such types under `vmap`.
   """
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
   if not explicit:
-    return fun(x)
-  # Inside a worker the result is sharded as `x` is.
-  spec = P(*[None] * num_new_axes, *jax.typeof(x).sharding.spec)
-  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=spec)(x)
+    return fun(arrays)
+
+  def spec_of(x: jax.Array) -> P:  # inside a worker it stays sharded as it is
+    return P(*[None] * num_new_axes, *jax.typeof(x).sharding.spec)
+
+  specs = jax.tree.map(spec_of, arrays)
+  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=specs)(arrays)
 
 
 def _widened(dtype: jnp.dtype) -> jnp.dtype:

@@ -58,7 +58,7 @@ def run_in_turn(
 
   waiting: list[JaxprEqn] = []  # of a worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
-    is_mapped = waits(eqn, axis, _MAPPED)
+    is_mapped = waits([eqn], axis, _MAPPED)
     is_own = any(origins[variable].differs for variable in eqn.outvars)
     # What workers share runs at once, unless it reads what is waiting.
     is_ready = values.keys() >= {*read_by([eqn])}

@@ -25,7 +25,6 @@ from demo_optax._paths import (
   is_stacked,
   leaf_name,
   leaves_of,
-  path_keys,
 )
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
@@ -242,84 +241,76 @@ def check_arguments(
 def for_workers(
   update: StackedUpdate,
   workers: Workers,
-  own_updates: bool = False,
-) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
+) -> Callable[..., tuple[Any, Any]]:
   """Returns `update` for the workers that are seen here.
 
-  In a mapped step it takes one worker's arguments, and returns updates
-  that are equal on all workers, or each worker's with `own_updates`.
+  In a mapped step it takes one worker's arguments, and returns updates that are
+  equal on all workers.
   """
   if workers.relay is not None:
     check_in_step(f'The update for {workers}')
   # Outside a step, or on a device that is a worker, they communicate directly.
   seen = traced_step.get() or workers
   if seen.axis_name == WORKER_AXIS:
-    return functools.partial(_call_stacked, update, workers, own_updates)
+    return functools.partial(_call_stacked, update, workers)
   return functools.partial(update, workers=seen)
 
 
 def _call_stacked(
   update: StackedUpdate,
   workers: Workers,
-  own_updates: bool,
   *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update for all workers from the mapped step for one."""
-  # Updates, state and parameters are arrays; some hyperparameters are numbers.
-  *trees, hyperparams = given
-
-  def only(are_arrays: bool) -> Any:
-    return jax.tree.map(
-      lambda x: x if _is_array(x) == are_arrays else None, hyperparams
-    )
-
-  def is_own(path: Path, _: jax.Array) -> bool:
-    keys = path_keys(path)  # Updates come first.
-    return keys[0] == 0 or is_stacked(keys)
-
-  constants = only(False)  # What is closed over must not hold tracers.
-  arrays = *trees, only(True)
-  own = jax.tree_util.tree_map_with_path(is_own, arrays)
+  treedef = jax.tree.structure(given)
+  # By leaf. Some hyperparameters are numbers, which the rule closes over: it
+  # must not hold tracers.
+  is_own: list[bool] = []
+  arrays: dict[int, jax.Array] = {}
+  constants: dict[int, Any] = {}
+  for number, (keys, x) in enumerate(leaves_of(given)):
+    is_update = keys[0] == 0
+    is_own.append(is_update or is_stacked(keys))
+    if _is_array(x):
+      arrays[number] = x
+    else:
+      constants[number] = x
+  results, result_def = jax.tree.flatten(given[:2])
+  num_updates = len(jax.tree.leaves(given[0]))
   # By leaf of the updates and the state that come back.
-  outputs = jax.tree.map(lambda _: own_updates, own[0]), own[1]
-
-  def stack(
-    is_own: bool,
-    is_batched: bool,
-    x: jax.Array,
-  ) -> jax.Array:
-    if is_own and not is_batched:  # of an unused parameter
-      return jnp.broadcast_to(x, (workers.count, *x.shape))
-    return x
+  differs = (False,) * num_updates + tuple(is_own[num_updates : len(results)])
 
   def rule(
     size: int,
     batched: Any,
     index: Any,
-    *arrays: Any,
-  ) -> Any:
-    del size, index
+    arrays: dict[int, jax.Array],
+  ) -> tuple[list[jax.Array], list[bool]]:
+    del index
     # Updates to [workers, ...], momentum to [workers, rows, n].
-    *trees, traced = jax.tree.map(stack, own, tuple(batched[1:]), arrays)
-    hyperparams = jax.tree.map(
-      lambda x, constant: constant if x is None else x,
-      traced,
-      constants,
-      is_leaf=lambda x: x is None,
-    )
-    return update(*trees, hyperparams, workers), outputs
+    everyones = dict(constants)
+    for number, x in arrays.items():
+      if is_own[number] and not batched[1][number]:  # of an unused parameter
+        x = jnp.broadcast_to(x, (size, *x.shape))
+      everyones[number] = x
+    in_order = map(everyones.get, range(len(is_own)))
+    trees = treedef.unflatten(in_order)
+    updated = update(*trees, workers)
+    return jax.tree.leaves(updated), [*differs]
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
-  def one_worker(index: Any, *arrays: Any) -> Any:
+  def one_worker(
+    index: Any,
+    arrays: dict[int, jax.Array],
+  ) -> list[jax.Array]:
     del index
-    return arrays[:2]
+    # These, the updates and the state, come first.
+    return [*arrays.values()][: len(differs)]
 
   one_worker.def_vmap(rule)
-  number = jax.lax.axis_index(WORKER_AXIS)
-  updated, treedef = jax.tree.flatten(one_worker(number, *arrays))
-  differs = tuple(jax.tree.leaves(outputs))
-  return treedef.unflatten(watch(updated, outputs=differs))
+  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
+  return result_def.unflatten(watch(updated, outputs=differs))
 
 
 def over_workers(
@@ -356,10 +347,6 @@ def over_workers(
     3
   """
   axis = check_in_step('over_workers').axis
-  if not callable(reduce):
-    raise TypeError(
-      f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
-    )
 
   def over(
     path: Path,

@@ -5,7 +5,6 @@ own map or in a separate program: the same function, with the same bits.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,15 +34,43 @@ def map_over(
   their spec is `stacked`. The arguments and results are trees with arrays, the
   specs such trees with a `Spec` for each.
   """
-  mapped = _Mapped(workers, fun, in_specs, out_specs)
+
+  def on_device(*args: Any) -> Any:
+    """Runs the function where this device is the worker."""
+    # The worker's own [1, ...] without the worker axis, and back.
+    own = jax.tree.map(
+      lambda spec, x: x[0] if spec.stacked else x, in_specs, args
+    )
+    return jax.tree.map(
+      lambda spec, x: x[None] if spec.stacked else x, out_specs, fun(*own)
+    )
+
+  def on_mesh(*args: Any) -> Any:
+    """Runs the function on all devices in the mesh."""
+    whole = functools.partial(_on_mesh, workers)
+    # Types of parameters say already where they are.
+    placed = jax.tree.map(
+      lambda spec, x: reshard(workers, x, whole(spec)) if spec.stacked else x,
+      in_specs,
+      args,
+    )
+    mapped = jax.shard_map(
+      on_device,
+      mesh=workers.mesh,
+      in_specs=jax.tree.map(whole, in_specs),
+      out_specs=jax.tree.map(whole, out_specs),
+      check_vma=workers.stacked_gradients,  # `meet` has no such types
+    )
+    return mapped(*placed)
+
   if workers.kind == 'simulated':
-    return mapped.simulate
+    return functools.partial(_simulate, workers, fun, in_specs, out_specs)
   if workers.mesh is not None:
-    return mapped.run_on_mesh
+    return on_mesh
   # In a step nothing is stacked: the function runs as it is.
   specs = jax.tree.leaves((in_specs, out_specs))
   if any(spec.stacked for spec in specs):
-    return mapped.run_on_device
+    return on_device
   return fun
 
 
@@ -62,94 +89,58 @@ def _named(
   return NamedSharding(workers.mesh, spec)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Mapped:
-  """One worker's function, and the ways to run it; see `map_over`."""
+def _simulate(
+  workers: Workers,
+  fun: Callable[..., Any],
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+  *args: Any,
+) -> Any:
+  """Runs the function under a `vmap` for each axis.
 
-  workers: Workers
-  fun: Callable[..., Any]
-  in_specs: tuple[chex.ArrayTree, ...]
-  out_specs: chex.ArrayTree
+  What is sharded gets an axis for the devices, before the axis for the block.
+  """
+  sizes = {workers.axis_name: workers.count}
+  sizes |= workers.param_specs.axis_sizes
+  names = [*sizes]
 
-  def run_on_device(self, *args: Any) -> Any:
-    """Runs the function where this device is the worker."""
-    # The worker's own [1, ...] without the worker axis, and back.
-    own = jax.tree.map(
-      lambda spec, x: x[0] if spec.stacked else x, self.in_specs, args
+  def axis_of(
+    name: str,
+    spec: Spec,
+  ) -> int | None:
+    """Returns where an array has this axis, under maps over outer ones."""
+    outer = names[: names.index(name)]
+    # From the outermost; None is an axis of the block itself.
+    axes: list[str | None] = [workers.axis_name] * spec.stacked
+    for dim in range(len(spec.inner)):
+      axes += [*entry(spec.inner, dim), None]
+    # The outer maps have taken their axes away.
+    axes = [axis for axis in axes if axis not in outer]
+    return axes.index(name) if name in axes else None
+
+  def mapped(
+    number: jax.Array,
+    *own: Any,
+  ) -> Any:
+    del number  # something has to be mapped over every axis
+    return fun(*own)
+
+  for name in reversed(names):
+    # out_axes=None holds because what was gathered is the same for all:
+    # merging is done once, not once per worker.
+    axis_in = functools.partial(axis_of, name)
+    mapped = jax.vmap(
+      mapped,
+      in_axes=(0, *jax.tree.map(axis_in, in_specs)),
+      out_axes=jax.tree.map(axis_in, out_specs),
+      axis_name=name,
+      axis_size=sizes[name],
     )
-    return jax.tree.map(
-      lambda spec, x: x[None] if spec.stacked else x,
-      self.out_specs,
-      self.fun(*own),
-    )
-
-  def run_on_mesh(self, *args: Any) -> Any:
-    """Runs the function on all devices in the mesh."""
-    workers = self.workers
-    whole = functools.partial(_on_mesh, workers)
-
-    # Types of parameters say already where they are.
-    placed = jax.tree.map(
-      lambda spec, x: reshard(workers, x, whole(spec)) if spec.stacked else x,
-      self.in_specs,
-      args,
-    )
-    mapped = jax.shard_map(
-      self.run_on_device,
-      mesh=workers.mesh,
-      in_specs=jax.tree.map(whole, self.in_specs),
-      out_specs=jax.tree.map(whole, self.out_specs),
-      check_vma=workers.stacked_gradients,  # `meet` has no such types
-    )
-    return mapped(*placed)
-
-  def simulate(self, *args: Any) -> Any:
-    """Runs the function under a `vmap` for each axis.
-
-    What is sharded gets an axis for the devices, before the axis for the block.
-    """
-    workers = self.workers
-    sizes = {workers.axis_name: workers.count}
-    sizes |= workers.param_specs.axis_sizes
-    names = [*sizes]
-
-    def axis_of(
-      name: str,
-      spec: Spec,
-    ) -> int | None:
-      """Returns where an array has this axis, under maps over outer ones."""
-      outer = names[: names.index(name)]
-      # From the outermost; None is an axis of the block itself.
-      axes: list[str | None] = [workers.axis_name] * spec.stacked
-      for dim in range(len(spec.inner)):
-        axes += [*entry(spec.inner, dim), None]
-      # The outer maps have taken their axes away.
-      axes = [axis for axis in axes if axis not in outer]
-      return axes.index(name) if name in axes else None
-
-    def mapped(
-      number: jax.Array,
-      *own: Any,
-    ) -> Any:
-      del number  # something has to be mapped over every axis
-      return self.fun(*own)
-
-    for name in reversed(names):
-      # out_axes=None holds because what was gathered is the same for all:
-      # merging is done once, not once per worker.
-      axis_in = functools.partial(axis_of, name)
-      mapped = jax.vmap(
-        mapped,
-        in_axes=(0, *jax.tree.map(axis_in, self.in_specs)),
-        out_axes=jax.tree.map(axis_in, self.out_specs),
-        axis_name=name,
-        axis_size=sizes[name],
-      )
-    numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
-    to_blocks = functools.partial(_to_blocks, sizes)
-    blocks = jax.tree.map(to_blocks, self.in_specs, args)
-    found = mapped(numbers, *blocks)
-    return jax.tree.map(_from_blocks, self.out_specs, found)
+  numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
+  to_blocks = functools.partial(_to_blocks, sizes)
+  blocks = jax.tree.map(to_blocks, in_specs, args)
+  found = mapped(numbers, *blocks)
+  return jax.tree.map(_from_blocks, out_specs, found)
 
 
 def _to_blocks(

@@ -94,9 +94,10 @@ class ParamSpecs:
     return dict(self.specs)
 
   def __repr__(self) -> str:
-    named = {name for _, spec in self.specs for name in names_of(spec)}
-    inner = [name for name in self.axes if name in named]
-    return f', sharded over {", ".join(inner)}' if inner else ''
+    names = dict.fromkeys(
+      name for _, spec in self.specs for name in names_of(spec)
+    )
+    return f', sharded over {", ".join(names)}' if names else ''
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -127,7 +128,7 @@ class ParamSpecs:
         f'param_specs must have a spec for the parameter {dotted(keys)}, got'
         f' specs for {textwrap.shorten(known, 200)}. Give a PartitionSpec for'
         ' every parameter (P() for replicated), in a tree of their structure;'
-        ' demo_optax.param_specs takes it from a model.'
+        ' flax.nnx.get_partition_spec takes it from a model.'
       )
     blocks = self._blocks(spec, shape)
     if blocks is None:

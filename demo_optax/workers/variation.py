@@ -1,6 +1,6 @@
 """Finds which values differ between workers, in one worker's program.
 
-A `data_parallel` step is traced once, for one worker. `follow` takes the
+A `data_parallel` step is traced once, for one worker. `Follower` takes the
 worker's own arrays (a batch's rows, momentum, random keys) through that
 program. What is computed from them differs between workers, until a collective
 over all workers makes one value. On the way it asks the checks that
@@ -20,11 +20,9 @@ import jax
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import plain
 from demo_optax.workers.collectives import Axis, meet_p
-from demo_optax.workers.param_specs import names_of
 from demo_optax.workers.workers import Workers
 
 
@@ -116,48 +114,26 @@ ad.primitive_jvps[watch_p] = _jvp
 batching.primitive_batchers[watch_p] = _batch
 
 
-def follow(
-  jaxpr: Jaxpr, inputs: Origins, axis: Axis
-) -> tuple[Origins, Mapping[Var, Origin]]:
-  """Follows what is a worker's own through the worker's program.
-
-  `inputs` are its inputs' origins. `axis` is the workers' axis in the program.
-  Returns its outputs' origins, and those of all variables, also in the programs
-  inside it.
-
-  Raises:
-    ValueError: by a check of `watch`.
-  """
-  follower = _Follower(axis)
-  return follower.follow(jaxpr, inputs), follower.found
-
-
 def waits(
-  eqn: JaxprEqn,
+  eqns: Iterable[JaxprEqn],
   axis: Axis,
   also: Sequence[str] = (),
 ) -> bool:
-  """Returns whether workers wait for each other in an equation.
+  """Returns whether workers wait for each other in some of the equations.
 
   True as well for the primitives `also`, by name.
   """
-  # By parameters, since JAX has many collectives.
-  name, params = eqn.primitive.name, eqn.params
-  is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
-  is_collective = _is_over(params, axis) and name != 'axis_index'
-  if name in also or eqn.primitive is meet_p or is_exchange or is_collective:
-    return True
-  programs = core.jaxprs_in_params(params)
-  return any(_waits_in(jaxpr, axis, also) for jaxpr in programs)
-
-
-def _waits_in(
-  jaxpr: Jaxpr,
-  axis: Axis,
-  also: Sequence[str] = (),
-) -> bool:
-  """Returns whether workers wait for each other in a program."""
-  return any(waits(eqn, axis, also) for eqn in jaxpr.eqns)
+  for eqn in eqns:
+    # By parameters, since JAX has many collectives.
+    name, params = eqn.primitive.name, eqn.params
+    is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
+    is_collective = _is_over(params, axis) and name != 'axis_index'
+    if name in (meet_p.name, *also) or is_exchange or is_collective:
+      return True
+    programs = core.jaxprs_in_params(params)
+    if any(waits(jaxpr.eqns, axis, also) for jaxpr in programs):
+      return True
+  return False
 
 
 def _is_over(
@@ -196,8 +172,12 @@ def _origins_of(
   return origins
 
 
-class _Follower:
-  """Follows values through a program and the programs inside it."""
+class Follower:
+  """Follows what is a worker's own through the worker's program.
+
+  `axis` is the workers' axis in the program. The origins of all variables, also
+  in the programs inside it, are in `found`.
+  """
 
   def __init__(self, axis: Axis):
     self._axis = axis
@@ -209,7 +189,11 @@ class _Follower:
     jaxpr: Jaxpr,
     inputs: Origins,
   ) -> Origins:
-    """Returns the origins for a program's outputs."""
+    """Returns the origins of a program's outputs, from those of its inputs.
+
+    Raises:
+      ValueError: by a check of `watch`.
+    """
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
       outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
@@ -241,8 +225,6 @@ class _Follower:
         return inputs  # each output has what is in its place
       case plain.overwritten_p.name:
         return inputs[1:]  # nothing stays of the first
-      case 'sharding_constraint':
-        self._check_spec(getattr(eqn.params['sharding'], 'spec', P()))
       case 'new_ref' | 'empty_ref':
         raise ValueError(
           'A data_parallel step must not make mutable arrays, got jax.new_ref:'
@@ -272,15 +254,6 @@ class _Follower:
     if outputs is None:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
-
-  def _check_spec(self, spec: P) -> None:
-    """Raises for a sharding in the step that names the worker axis."""
-    if self._axis in names_of(spec):
-      raise ValueError(
-        f'A sharding in a data_parallel step must not name the worker axis'
-        f' {self._axis!r}, got {spec}: arrays in the step are one'
-        f" worker's. Leave the axis out: None in place of {self._axis!r}."
-      )
 
   def _loop(
     self,
@@ -316,7 +289,7 @@ class _Follower:
     num_consts = num_equal - num_carry
     scanned = inputs[num_equal:]
     has_rows = any(Origin.ROWS in x for x in scanned)
-    if has_rows and _waits_in(body, self._axis):
+    if has_rows and waits(body.eqns, self._axis):
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -361,7 +334,7 @@ class _Follower:
     programs: Sequence[Jaxpr],
   ) -> None:
     """Raises if only some workers would communicate."""
-    is_waiting = any(_waits_in(jaxpr, self._axis) for jaxpr in programs)
+    is_waiting = any(waits(jaxpr.eqns, self._axis) for jaxpr in programs)
     if condition.differs and is_waiting:
       raise ValueError(
         'The condition of jax.lax.cond or of a loop around an exchange, or'

@@ -124,7 +124,7 @@ class Workers:
       param_specs: how a worker's parameters are sharded over the other axes: a
         tree with `PartitionSpec`s like the parameters, where a spec for a
         subtree holds for all in it and `None` is `P()`, replicated.
-        `demo_optax.param_specs` takes it from a Flax model.
+        `flax.nnx.get_partition_spec` takes it from a model.
 
     References:
       Workers with many devices: From et al., `DeToNATION
@@ -191,7 +191,7 @@ class Workers:
         program that trains nothing (`demo_optax.remote.follow`).
       count: the most workers that there can be. More than needed make programs
         larger, not messages.
-      keys: this worker's file from `python -m demo_optax.remote keys`, needed
+      keys: this worker's file from `demo_optax.remote --write-keys`, needed
         beyond loopback.
       mesh: this worker's devices, if there are several, with Auto axes. All
         workers' meshes must have one shape. If the worker has

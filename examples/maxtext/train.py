@@ -135,11 +135,6 @@ def make_optimizer(
     dimensions = muon_utils.get_muon_weight_dimension_numbers(model, config)
     tx = demo_optax.demo_muon(
       learning_rate,
-      compressor=functools.partial(
-        demo_optax.recipes.muon_compressors,
-        topk=exchange.topk,
-        muon_weight_dimension_numbers=dimensions,
-      ),
       muon_weight_dimension_numbers=dimensions,
       consistent_rms=config.muon_consistent_rms,
       other_weight_decay=config.adam_weight_decay,

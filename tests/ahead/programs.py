@@ -10,7 +10,6 @@ compiled program.
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -28,7 +27,7 @@ TPUS = {
   'v5e': ('v5e:2x4', 1, 1.5e9),
   'v6e': ('v6e:2x4', 1, 1.75e9),
   'v5p': ('v5p:2x2x1', 1, 1.75e9),
-  'v6e 8x16': ('v6e:8x16', 1, 1.75e9),  # 64 workers are merged in a loop
+  'v6e 8x16': ('v6e:8x16', 1, 1.75e9),
   'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
 }
 H100S = {'h100': 8, '64 h100': 64}
@@ -44,49 +43,36 @@ class Program:
     exchange: as in `scale_by_demo`.
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
-    groups: with `GroupMax` instead of `TopK`.
-    delayed: matrices one step late.
   """
 
   recipe: str = 'demo'
   exchange: str = 'all_gather'
   inside: int = 1
   train: bool = False
-  groups: bool = False
-  delayed: bool = False
 
   @property
   def name(self):
-    parts = [self.recipe, *['groups'] * self.groups, self.exchange]
+    parts = [self.recipe, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
-    parts += ['delayed'] * self.delayed
     return '_'.join([*parts, *['train'] * self.train])
 
 
-DELAYED = Program('demo_muon', inside=4, train=True, delayed=True)
 PROGRAMS = {
-  'v5e': (
-    Program(),
-    Program(groups=True),
-    Program('demo_muon', 'all_to_all', 2),
-  ),
+  'v5e': (Program(), Program('demo_muon', 'all_to_all', 2)),
   'v6e': (Program('demo', 'all_to_all', 2),),
   'v5p': (Program('demo_muon', 'all_gather', 2),),
-  'v6e 8x16': (Program(inside=2, groups=True),),
+  'v6e 8x16': (Program(inside=2),),
   'two slices of v5e': (
     Program('demo', 'all_gather', 4, train=True),
     Program('demo_muon', 'all_to_all', 4),
-    DELAYED,
   ),
   'h100': (
     Program(),
-    Program(groups=True),
     Program('demo', 'all_to_all', 2),
     Program('demo_muon', 'all_gather', 2),
     Program('demo_muon', 'all_to_all'),
-    dataclasses.replace(DELAYED, inside=1),
   ),
-  '64 h100': (Program(), Program(groups=True)),
+  '64 h100': (Program(),),
 }
 
 
@@ -139,7 +125,7 @@ def environment(target, out):
       'CUDA_VISIBLE_DEVICES': '',
       'XLA_FLAGS': (
         f'--xla_gpu_autotune_level=0 --xla_dump_to={out}/dump'
-        ' --xla_dump_hlo_module_re=jit_(demo|_unnamed).*'
+        ' --xla_dump_hlo_module_re=jit_demo.*'
       ),
     }
   return found
@@ -212,8 +198,6 @@ def lower(program, mesh, shapes):
     for name, shape in shapes.items()
   }
   make = getattr(demo_optax, program.recipe)
-  if program.delayed:
-    make = functools.partial(make, delayed=True)
   tx = make(
     0.001,
     workers=workers,
@@ -260,11 +244,7 @@ def compressor_of(program, plain):
 
   if program.recipe == 'demo_muon':
     return demo_optax.recipes.muon_compressors(plain)
-  found = demo_optax.dct_topk()
-  if program.groups:
-    select = demo_optax.compressors.GroupMax(32)
-    found = dataclasses.replace(found, select=select)
-  return found
+  return demo_optax.dct_topk()
 
 
 def planned(program, workers, plain):
@@ -274,22 +254,14 @@ def planned(program, workers, plain):
   values = {'demo': 'ternary', 'demo_muon': 'int4'}[program.recipe]
   owners = program.exchange == 'all_to_all'
   codes = compressor_of(program, plain)
-  messages = [[*plain]]
-  if program.delayed:  # matrices, and the rest
-    axes = demo_optax.recipes.muon_dimension_numbers(plain)
-    late = [name for name in plain if axes[name] is not None]
-    messages = [late, [name for name in plain if name not in late]]
-  total = 0
-  for names in messages:
-    found = demo_optax.plan(
-      {name: plain[name] for name in names},
-      {name: codes[name] for name in names} if program.delayed else codes,
-      workers,
-      exchange=program.exchange,
-      update_values=values if owners else None,
-    )
-    total += found.device_bytes['data',]
-  return total
+  found = demo_optax.plan(
+    plain,
+    codes,
+    workers,
+    exchange=program.exchange,
+    update_values=values if owners else None,
+  )
+  return found.device_bytes['data',]
 
 
 def read(program, target, compiled, mesh, params, out):
@@ -306,7 +278,6 @@ def read(program, target, compiled, mesh, params, out):
     'across': across,
     'inside': inside,
     **reading.operations(module),
-    'beside': reading.beside(module),
     'temporaries': memory.temp_size_in_bytes / (4 * params),
     'code': memory.generated_code_size_in_bytes,
   }
@@ -317,9 +288,8 @@ def read(program, target, compiled, mesh, params, out):
     found['padding'] = added / (4 * params)
     found['bytes'] = compiled.cost_analysis()['bytes accessed'] / params
     return found
-  # Of a step of `data_parallel`, which has no name of its own.
-  name = '_unnamed_function' if program.train else program.name
-  [thunks] = sorted(out.glob(f'dump/*jit_{name}.thunk_sequence.txt'))[-1:]
+  pattern = f'dump/*jit_{program.name}.thunk_sequence.txt'
+  [thunks] = sorted(out.glob(pattern))[-1:]
   stem = thunks.name.removesuffix('.thunk_sequence.txt')
   ptx = [file.read_text() for file in out.glob(f'dump/{stem}.*ptx')]
   assert ptx
@@ -328,29 +298,6 @@ def read(program, target, compiled, mesh, params, out):
   found['float_atomics'] = sum(map(reading.float_atomics, ptx))
   found['code'] = sum(map(len, ptx))
   return found
-
-
-# A gather over a slow link, as measured where JAX_ENABLE_PGLE is set. XLA:GPU
-# starts a gather only as early as it takes, and assumes microseconds.
-PROFILE = """
-costs { name: "all-gather-start" cost_us: 100000 }
-costs { name: "all-gather-done" cost_us: 1 }
-latencies {
-  source: "all-gather-start" target: "all-gather-done" latency_us: 100000
-}
-"""
-
-
-def options_of(program, target, out):
-  """Returns options of the compiler."""
-  if not program.delayed or target not in H100S:
-    return None
-  profile = out / 'profile.pbtxt'
-  profile.write_text(PROFILE)
-  return {
-    'xla_gpu_enable_latency_hiding_scheduler': True,
-    'xla_gpu_pgle_profile_file_or_directory_path': str(profile),
-  }
 
 
 def compile_here(target, tree, out, only):
@@ -364,7 +311,7 @@ def compile_here(target, tree, out, only):
     start = time.process_time()
     lowered, workers, plain = lower(program, mesh, shapes)
     middle = time.process_time()
-    compiled = lowered.compile(options_of(program, target, out))
+    compiled = lowered.compile()
     seconds = time.process_time() - middle
     found = {
       'target': target,

@@ -69,41 +69,6 @@ def _by_dtype(collective):
     yield [collective.kind, dtype, received, shapes]
 
 
-def beside(module):
-  """What is scheduled before, beside and behind each gather of a message.
-
-  Returns:
-    of each, the largest first, how many kernels that multiply for the model,
-    forward or backward, come before it is started, until it is done, and then;
-    and how many instructions of all kinds until it is done. Between slices a
-    host sends, and its answer is awaited.
-  """
-  body = [*module.bodies[module.entry].values()]
-  products, ends = [], {}
-  for place, x in enumerate(body):
-    is_kernel = x.op in ('fusion', 'dot', 'convolution', 'custom-call')
-    if is_kernel and re.search(r'op_name="[^"]*jvp[^"]*dot', x.attributes):
-      products.append(place)
-    if x.op in ('all-gather-done', 'recv-done'):
-      ends[x.operands[0]] = place
-  # A host sends what it is given, and receives, by one token.
-  received = {x.operands[-1]: x.name for x in body if x.op == 'recv'}
-  found = []
-  for start, x in enumerate(body):
-    end = ends.get(x.name)
-    if x.op == 'send' and 'ALL_GATHER' in x.attributes:
-      end = ends[received[x.operands[-1]]]
-    if (
-      end is None or x.op == 'recv' or not x.type.lstrip('(').startswith(WORDS)
-    ):
-      continue
-    before = sum(place < start for place in products)
-    behind = sum(place > end for place in products)
-    between = len(products) - before - behind
-    found.append((size_of(*x.arrays[0]), before, between, behind, end - start))
-  return [counts for _, *counts in sorted(found, reverse=True)]
-
-
 # --- Operations -------------------------------------------------------------
 
 

@@ -33,16 +33,9 @@ from demo_optax.compressors import (
   TopK,
 )
 
-pytestmark = pytest.mark.core
-
 N = 4
 SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
-POWERS = {
-  'matrix': (32, 48),
-  'kernel': (2, 8, 16),
-  'vector': (64,),
-  'scalar': (),
-}
+POWERS = {'kernel': (2, 8, 16), 'vector': (64,)}
 
 TOPK = {
   'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
@@ -76,6 +69,40 @@ def slicing_places(n, step):
   return [(step * k + j) % n for j in range(k)]
 
 
+class CyclicSigns(Oracle):
+  """Of what is taken from an array: one of five rows in every column."""
+
+  period = 5
+
+  def __init__(self, shape, workers, **rule):
+    self.of = shape
+    rows, self.cols = shape if len(shape) > 1 else (*shape, 1)
+    self.groups = -(-rows // self.period)
+    taken = self.groups, self.cols
+    super().__init__(
+      taken if len(shape) > 1 else taken[:1],
+      workers,
+      limit=(2, 16),
+      basis=np.eye,
+      places=lambda n, step: np.arange(n),
+      values='sign',
+      error_feedback=False,
+      **rule,
+    )
+
+  def exchange(self, gradients):
+    """Diagonals of the array; zeros fill the last rows."""
+    group, col = np.indices((self.groups, self.cols))
+    row = self.period * group + (col - self.step) % self.period
+    filled = np.zeros((N, self.groups * self.period, self.cols))
+    size = math.prod(self.of)
+    filled.reshape(N, -1)[:, :size] = np.reshape(gradients, (N, -1))
+    update = np.zeros(filled.shape[1:])
+    taken = filled[:, row, col].reshape(N, *self.shape)
+    update[row, col] = super().exchange(taken).reshape(row.shape)
+    return update.reshape(-1)[:size].reshape(self.of)
+
+
 SUBSETS = {  # all workers send the same places of a chunk
   'random_subset': (
     Compressor(RandomSubset(RATE, 2), Identity(), 16),
@@ -85,10 +112,16 @@ SUBSETS = {  # all workers send the same places of a chunk
   'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
   'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
+SIGNS = dataclasses.replace(  # gathered; nothing is kept
+  demo_optax.compressors.cyclic_signs(5), chunk_size=(2, 16)
+)
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
+ALL['cyclic_signs'] = SIGNS
 
 
 def oracle(name, shape, **rule):
+  if name == 'cyclic_signs':
+    return CyclicSigns(shape, N, **rule)
   if name in SUBSETS:
     _, places = SUBSETS[name]
     return Oracle(shape, N, limit=16, basis=np.eye, places=places, **rule)
@@ -104,15 +137,22 @@ def oracle(name, shape, **rule):
 
 
 # test_oracle.py has the DCT.
+@pytest.mark.core
 @pytest.mark.parametrize('name', [*(n for n in ALL if n != 'dct'), 'mixed'])
 def test_oracle(name, x64):
-  """Several workers and steps, one of them left out for a while."""
+  """Several workers and steps, one of them left out for a while.
+
+  Each code with two kinds of chunks; those of four codes with all kinds.
+  """
   shapes = POWERS if name == 'hadamard' else SHAPES
+  if name != 'mixed':
+    kinds = ('kernel', 'vector') if name == 'hadamard' else ('padded', 'vector')
+    shapes = {kind: shapes[kind] for kind in kinds}
   rule = {'decay': 0.9, 'alpha': 0.7, 'average': 'workers'}
   mixed = [
     'dct',
     'striding',
-    'full',
+    'cyclic_signs',
     'identity',
   ]  # gathered and summed together
   names = dict(zip(shapes, mixed if name == 'mixed' else [name] * 4))
@@ -140,8 +180,10 @@ def test_oracle(name, x64):
       )
     assert int(state.metrics['num_excluded']) == (step in (2, 3))
   kept = demo_optax.state.momentum(state)
-  assert [*kept] == sorted(shapes)  # in the order of the parameters
-  for key, known in oracles.items():
+  keeps = [k for k in sorted(shapes) if names[k] != 'cyclic_signs']
+  assert [*kept] == keeps  # in the order of the parameters
+  for key in keeps:
+    known = oracles[key]
     np.testing.assert_allclose(
       kept[key], known.m.reshape(kept[key].shape), atol=1e-11
     )
@@ -150,7 +192,9 @@ def test_oracle(name, x64):
 @pytest.mark.parametrize(
   'code',
   [
-    *(code for code, _ in SUBSETS.values()),
+    SUBSETS['random_subset'][0],  # others differ in the places alone
+    SUBSETS['full'][0],
+    SIGNS,
     demo_optax.dct_topk(16, 5, values='int4'),
   ],
 )
@@ -170,9 +214,9 @@ def test_on_a_mesh(code):
   for a, b in zip(*map(jax.tree.leaves, results)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
   found = hlo_text.collectives(update)
-  kind = 'all-reduce' if code.select.shared else 'all-gather'
-  assert [c.kind for c in found] == [kind]
   plan = demo_optax.plan(params, code, workers)
+  kind = 'all-reduce' if plan.summed_bytes else 'all-gather'
+  assert [c.kind for c in found] == [kind]
   assert found[0].received_bytes == plan.received_bytes
 
 

@@ -123,28 +123,32 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
       {'gradient_weight': 1 - 0.995, 'decay': 0.995, 'shapes': TWO, **SECOND},
     ),
     # A worker is left out now and then.
-    (5, 12, {'left_out': 3, 'alpha': 0.2, 'shapes': TWO}),
-    (5, 12, {'left_out': 3, 'average': 'workers', 'shapes': TWO}),
+    (5, 12, {'left_out': 3, 'alpha': 0.2, 'values': 'int4', 'shapes': TWO}),
     (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
-    (3, 8, {'left_out': 1, 'shapes': TWO, 'delayed': True, **SECOND}),
-    *(
-      (3, 8, {'values': values, 'shapes': TWO})
-      for values in ('bfloat16', 'int8', 'int4', 'sign')
-    ),
+    (3, 8, {'values': 'bfloat16', 'shapes': TWO}),
     # Everything is sent.
     *(
       (2, 4, {'values': values, 'topk': 90, 'shapes': TWO, **SECOND})
       for values in ('bfloat16', 'sign')
     ),
     # Workers of unlike weights; of the last ones some do not count.
-    (3, 8, {'weights': [3, 800, 45], 'shapes': TWO}),
     (3, 8, {'weights': [3, 800, 45], 'values': 'int8', 'shapes': TWO}),
-    (4, 8, {'weights': [0.5, 0, 2, np.nan], 'left_out': 2, **SECOND}),
+    (
+      4,
+      8,
+      {
+        'weights': [0.5, 0, 2, np.nan],
+        'left_out': 2,
+        'shapes': TWO,
+        **SECOND,
+      },
+    ),
     (5, 8, {'weights': [-1, 9e9, 2**-30, 1e-12, 2**30], 'shapes': TWO}),
     (3, 6, {'topk': 40, 'proportional': True, 'values': 'sign'}),
     (2, 6, {'padding': False}),  # the published rule of chunks
-    *((2, 6, {'topk': topk, 'shapes': TWO}) for topk in (1, 16, 100, 10_000)),
+    *((2, 6, {'topk': topk, 'shapes': TWO}) for topk in (1, 100, 10_000)),
   ],
 )
 def test_rules(workers, steps, rule, x64):
+  """Each rule and each code of values once, some of them together."""
   compare(run(workers, steps, **{'shapes': FEW, **rule}))

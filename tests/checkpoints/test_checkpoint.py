@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
-from helpers import COMPILATIONS, assert_same_bits, mesh_of, stacked
+from helpers import COMPILATIONS, assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -517,50 +518,6 @@ def test_another_number_of_workers(case, tmp_path):
     other.train(1)
 
 
-@pytest.mark.parametrize(
-  'new, is_kept',
-  [
-    (lambda: on_mesh(4, kind='explicit'), True),
-    (lambda: simulated(3), False),
-    (lambda: on_mesh(4, 2), False),  # a worker's chunks lie on two devices
-  ],
-)
-def test_a_message_in_flight(new, is_kept):
-  """It stays, or is as if it had not been sent: nothing of it is lost."""
-
-  def make(workers):
-    return demo_optax.scale_by_demo(
-      COMPRESSOR, 0.5, workers=workers, average='workers', delayed=True
-    )
-
-  old, workers = simulated(4), new()
-  state = make(old).init(PARAMS)
-  rng = np.random.default_rng(7)
-  gradients = {k: rng.normal(size=(4, *p.shape)) for k, p in PARAMS.items()}
-  gradients = jax.tree.map(np.float32, gradients)
-  _, state = make(old).update(gradients, state, PARAMS)
-  expected, _ = make(old).update(gradients, state, PARAMS)
-  tx, params = make(workers), workers.device_put(PARAMS)
-  found = checkpoint.from_leaves(
-    checkpoint.to_leaves(state), tx.init(params), resize=True
-  )
-  for name, x in means(state).items():
-    np.testing.assert_allclose(x, means(found)[name], atol=1e-6)
-  count = workers.count
-  zeros = {k: np.zeros((count, *p.shape), p.dtype) for k, p in PARAMS.items()}
-  zeros = stacked(zeros, workers, SPECS if workers.param_specs.axes else None)
-  step = jax.jit(tx.update)
-  first, found = step(zeros, found, params)
-  if is_kept:
-    assert_same_bits(bits(first), bits(expected))
-    return
-  # What was in the message is sent again, if it is still among the largest.
-  assert found.metrics['num_excluded'] == count
-  assert not any(map(np.any, jax.tree.leaves(first)))
-  second, _ = step(zeros, found, params)
-  assert all(map(np.any, jax.tree.leaves(second)))
-
-
 AXES = {'fsdp': 2, 'tp': 2}
 KINDS = [
   None,
@@ -572,7 +529,7 @@ KINDS = [
 BASES = [codes.Dct(), codes.RandomOrthogonal(), codes.Identity()]
 
 
-@settings(max_examples=4, phases=[Phase.generate])
+@settings(max_examples=3, phases=[Phase.generate])
 @given(st.data())
 def test_any_layout_to_any_other(data):
   """Same chunks, same bits; others keep each worker, or the mean, to rounding."""
@@ -827,26 +784,31 @@ def flip(share):
   return flip_bit
 
 
+def shortened(parts):
+  return lambda path, data: path.write_bytes(data[: len(data) * parts // 2])
+
+
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize(
-  'damage',
+  'damages',
   [
-    lambda path, data: path.unlink(),
-    lambda path, data: path.write_bytes(b''),
-    lambda path, data: path.write_bytes(data[: len(data) // 2]),
-    flip(0.02),
-    flip(0.98),
+    (lambda path, data: path.unlink(),),
+    (shortened(0), shortened(1)),
+    (flip(0.02), flip(0.98)),
   ],
-  ids=['missing', 'empty', 'cut', 'start', 'end'],
+  ids=['missing', 'shortened', 'flipped'],
 )
-def test_damage_of_any_file_is_found(damage, tmp_path):
-  """An error that names other steps, or the right bits: the file was not read."""
+def test_damage_of_any_file_is_found(damages, tmp_path):
+  """An error that names other steps, or the right bits: the file was not read.
+
+  Where there are two damages, files have them in turn.
+  """
   good, copy, refused = tmp_path / 'good', tmp_path / 'copy', 0
   with files_of(good) as checkpoints:
     for step in (1, 2):
       checkpoints.save(step, TREE)
   files = [p.relative_to(good) for p in (good / '2').rglob('*') if p.is_file()]
-  for file in files:
+  for file, damage in zip(files, itertools.cycle(damages)):
     shutil.copytree(good, copy)
     damage(copy / file, (copy / file).read_bytes())
     with files_of(copy) as checkpoints:

@@ -12,8 +12,6 @@ import demo_optax
 from demo_optax import replicas
 from demo_optax.numerics import packing, platform
 
-pytestmark = pytest.mark.core
-
 DTYPES = [
   'float32',
   'bfloat16',
@@ -56,6 +54,7 @@ def flip(x, sharding, device_id, byte=0, bit=0):
   return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize('kind', MESHES)
 def test_a_flipped_bit_is_found_and_named(kind):
   workers = on_mesh(8, kind)
@@ -77,6 +76,7 @@ def test_a_flipped_bit_is_found_and_named(kind):
   np.testing.assert_array_equal(params['b'][0], np.ones((3, 3)))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize('kind', MESHES)
 def test_sharded_parameters_are_compared_with_their_counterparts(kind):
   mesh = make_mesh(kind)
@@ -101,6 +101,7 @@ def test_sharded_parameters_are_compared_with_their_counterparts(kind):
   ]
 
 
+@pytest.mark.core
 def test_states_and_keys():
   """Each worker's momentum is its own; what shares it is compared."""
   mesh = make_mesh()
@@ -179,7 +180,6 @@ def test_digest():
 )
 def test_digests_of_contents_are_those_of_any_layout(dtype, monkeypatch):
   """NumPy's, on one device, and in blocks, some of which are held twice."""
-  monkeypatch.setattr(packing, '_AT_ONCE', 20)
   shape = () if '0' in dtype else (24, 8)
   x = np.asarray(random(dtype.split()[0], shape))
   mesh = make_mesh()

@@ -15,8 +15,6 @@ from demo_optax import checkpoint
 from demo_optax.checkpoint.placement import fit_sharding
 from demo_optax.checkpoint.regroup import weights
 
-pytestmark = pytest.mark.core
-
 COUNTS = st.integers(1, 12)
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 
@@ -87,6 +85,7 @@ def test_nan_stays_with_those_that_cover_it(n, reached):
 # Any state --------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize('old, new, kind', [(4, 8, 'explicit'), (8, 3, 'auto')])
 def test_on_a_mesh(old, new, kind):
   def state(workers, x):
@@ -122,6 +121,7 @@ def sharded(kind):
   return demo_optax.Workers.on_mesh(make_mesh_2d(kind), 'data', SPECS)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
   'make',
   [

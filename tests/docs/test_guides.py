@@ -251,14 +251,11 @@ def test_what_was_compiled_is_as_recorded():
   rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, groups, exchange, inside, late, train = re.fullmatch(
-      r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_delayed)?'
-      r'(_train)?',
+    recipe, exchange, inside, train = re.fullmatch(
+      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?',
       run['program'],
     ).groups()
-    select = ' with `GroupMax(32)`' if groups else ''
-    step = f'`{recipe}`{select}, {exchange}'
-    step += ', delayed' if late else ''
+    step = f'`{recipe}`, {exchange}'
     step += ', with the model' if train else ''
     cells = [
       f'{run["target"]}, {run["workers"]} x {inside or 1}',
@@ -269,9 +266,6 @@ def test_what_was_compiled_is_as_recorded():
       f'{run["compile_seconds"]:.0f}',
     ]
     assert ' | '.join(cells) in rows
-    if late:
-      *places, end = run['beside'][0]
-      assert f' {", ".join(map(str, places))} | {end} |' in page
     for name in ('jax', 'libtpu', 'jax-cuda12-plugin'):
       assert f' {run["versions"][name]}' in page
 
@@ -282,7 +276,7 @@ def test_steps_on_a_gpu_are_as_recorded():
   times = [alone[name]['ms'] for name in alone] + list(together.values())
   table = GUIDES['accelerators'].split('## One H100')[1].split('## ')[0]
   rows = re.findall(r'^\| [^|]+ \| ([\d.]+) \| [\d.]+ \|$', table, re.M)
-  assert len(rows) == 5
+  assert len(rows) == 4
   assert all(x in [f'{ms:.1f}' for ms in times] for x in rows)
 
 
@@ -519,36 +513,9 @@ def test_the_table_of_values_is_as_measured():
 
 def test_rates_of_other_parameters_are_as_measured():
   for topk in ('64', '8'):
-    row = muon.ROWS['demo_muon' if topk == '64' else 'demo_muon, topk=8']
+    row = muon.ROWS[f'topk={topk}']
     cells = []
     for rate in (2e-3, 6e-3, 1.2e-2):
       found = muon.runs_of(row | {'other_lr': rate}, muon.read())
       cells += [f'{r["loss"]:.3f}' for r in found if 'seed' not in r]
     assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon']
-
-
-def test_losses_of_a_delayed_exchange_are_as_measured():
-  narrow = {'width': 64, 'heads': 2}
-  settings = [
-    narrow | {'steps': 600},
-    narrow | {'steps': 600, 'workers': 16},
-    narrow | {'steps': 1600, 'data': 'botocore'},
-    {},
-  ]
-  records = muon.read()
-
-  def losses(setting, delayed):
-    own = {'method': 'demo_muon', 'lr': 2e-2, 'other_lr': 1.2e-2}
-    own |= {'topk': 64, 'rows': 8, 'delayed': delayed}
-    found = muon.runs_of(setting | own, records)
-    assert {r.get('seed', 0) for r in found} == {0, 1, 2}
-    return statistics.mean(r['loss'] for r in found)
-
-  costs = []
-  for setting in settings:
-    at_once, late = (losses(setting, x) for x in (None, 'matrices'))
-    costs.append(100 * (late / at_once - 1))
-  least, most = min(costs), max(costs)
-  assert f'the delay cost {least:.1f} to {most:.1f} %' in GUIDES['muon']
-  tried = (ROOT / 'benchmarks' / 'TRIED.md').read_text()
-  assert all(f'(+{cost:.1f} %)' in tried for cost in costs)

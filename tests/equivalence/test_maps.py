@@ -1,10 +1,10 @@
 """Every public transformation under every map: one matrix of guarantees.
 
 A case trains for a few steps, in one of which a worker's gradient is not
-finite, and is saved and restored on the way. It must give the bits of a run in
-simulation that was never saved: updates, parameters and states. Nothing may
-compile after the first step, no type may change, and all devices must hold the
-same bits.
+finite. It must give the bits of a run in simulation: updates, parameters and
+states. Nothing may compile after the first step, no type may change, and all
+devices must hold the same bits. In some maps the run is saved and restored on
+the way, and the run that it is compared with is not.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ QUICK = 'optimization_level=0' in os.environ['XLA_FLAGS']
 BAD = {1: 2, 4: 0}  # the worker whose gradient is not finite, by steps
 SHAPES = {'w': (16, 24), 'b': (5,)}
 COMPRESSOR = demo_optax.dct_topk(8, 3)
+CYCLIC = {'w': demo_optax.compressors.cyclic_signs(4), 'b': COMPRESSOR}
 
 
 def with_codes(values):
@@ -52,9 +53,9 @@ def with_codes(values):
   )
 
 
-def owners(update_values):
+def owners(update_values, compressor=COMPRESSOR):
   return lambda workers: demo_optax.scale_by_demo(
-    COMPRESSOR,
+    compressor,
     0.9,
     workers=workers,
     exchange='all_to_all',
@@ -109,31 +110,16 @@ EXCHANGES = {
   'demo_muon': lambda workers: demo_optax.demo_muon(
     1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1
   ),
-  'delayed': lambda workers: demo_optax.scale_by_demo(
-    COMPRESSOR, 0.95, workers=workers, alpha=0.3, delayed=True
-  ),
-  'demo_muon, delayed': lambda workers: demo_optax.demo_muon(
-    1e-2,
-    workers=workers,
-    compressor=lambda params: jax.tree.map(lambda _: COMPRESSOR, params),
-    delayed=True,
-  ),
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.5), workers=workers),
     demo_optax.average_gradients(workers=workers),
   ),
   'average': lambda workers: demo_optax.average_gradients(workers=workers),
   'owners': owners('ternary'),
-  'groups': lambda workers: demo_optax.scale_by_demo(
-    demo_optax.Compressor(
-      demo_optax.compressors.GroupMax(4),
-      demo_optax.compressors.Dct(),
-      8,
-      values='int8',
-    ),
-    0.9,
-    workers=workers,
+  'cyclic': lambda workers: demo_optax.scale_by_demo(
+    CYCLIC, 0.9, workers=workers, average='workers'
   ),
+  'cyclic, owners': owners('float32', CYCLIC),
   'weighted': weighted(
     lambda workers: demo_optax.scale_by_demo(
       {'w': COMPRESSOR, 'b': None}, 0.9, workers=workers
@@ -268,8 +254,17 @@ def by_workers(make, workers, in_step):
   )
 
 
+@functools.cache
+def simulated_map(make, count, form):
+  """All tests of a platform's form share its compiled programs."""
+  del form
+  return by_workers(make, demo_optax.Workers.simulated(count), in_step=False)
+
+
 def map_of(make, how, count=N):
   """Returns the map, and the mesh that is set while it runs."""
+  if how == 'simulated':
+    return simulated_map(make, count, platform.of(None)), None
   *words, kind = how.split()
   if how in ('checked', 'unchecked'):
     return by_shard_map(make, how == 'checked'), None
@@ -280,7 +275,7 @@ def map_of(make, how, count=N):
   elif '2x4' in words:
     mesh = make_mesh_2d(kind)
     workers = demo_optax.Workers.on_mesh(mesh, 'data', SPECS)
-  elif how in ('simulated', 'step'):
+  elif how == 'step':
     workers = demo_optax.Workers.simulated(count)
   else:
     workers = on_mesh(count, kind)
@@ -328,6 +323,7 @@ def run(make, how, folder=None, count=N):
       params = jax.jit(optax.apply_updates)(tree['params'], updates)
     tree = {'params': params, 'opt_state': state}
     assert types(tree) == expected
+    assert types(updates) == expected['params']
     if how not in ('vmap', 'pmap'):
       assert_devices_agree((updates, params))
     seen.append(jax.tree.map(np.asarray, m.take(updates)))
@@ -348,36 +344,29 @@ def expected_of(name, how):
   return simulated(name, '2x4' in how, platform.of(None))
 
 
-# `published` is run in every map, the others in these; with -m slow in all.
+# `published` runs in every map. Another transformation runs where its state or
+# its collectives are special, and at least in one map with stacked gradients or
+# of a user, in one step, and on workers of several devices, if it knows them.
+# With -m slow all run in all.
 SOME = {
-  'second': ['step auto', 'vmap', 'step 2x4 auto'],
-  'demo': ['step', 'unchecked', '2x4 explicit'],
-  'demo_muon': ['explicit', 'checked'],
-  'delayed': [
-    'step auto',
-    'step explicit',
-    'checked',
-    'vmap',
-    '2x4 explicit',
-    'step 2x4 auto',
-  ],
-  'demo_muon, delayed': ['step explicit', 'auto', 'unchecked'],
-  'groups': ['explicit', 'checked', '2x4 auto'],
-  'per_worker': [
-    'auto',
-    'checked',
-    'step explicit',
-    'pmap',
-    'step 2x4 explicit',
-  ],
-  'weighted': ['step', 'explicit', 'checked', 'vmap', 'step 2x4 auto'],
-  'average': ['auto', 'step auto', 'vmap', 'step 2x4 auto'],
+  'second': ['step auto', 'vmap'],
+  'demo': ['2x4 explicit', 'unchecked'],
+  'demo_muon': ['step explicit', 'explicit', 'checked', 'unchecked'],
+  'cyclic': ['2x4 explicit', 'step auto', 'checked', 'vmap'],
+  'cyclic, owners': ['step 2x4 auto', 'explicit', 'unchecked'],
+  'per_worker': ['step 2x4 explicit', 'checked', 'pmap'],
+  'weighted': ['step 2x4 auto', 'explicit', 'checked'],
+  'average': ['step 2x4 auto', 'auto'],
+  'owners': ['unchecked', 'vmap'],
+  'diloco': ['step explicit'],
   'demo_diloco': ['step 2x4 auto'],
-  'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],
-  'diloco': ['step', 'step 2x4 explicit'],
   # The mean over workers takes slices of a sharded dimension.
-  'drift': ['step explicit', 'step 2x4 explicit'],
-  'sparse_loco': ['step auto', 'step 2x4 explicit'],
+  'drift': ['step 2x4 explicit'],
+  'sparse_loco': ['step auto'],
+}
+# Where runs are saved: each kind of placement, and each kind of state.
+SAVED_IN = {name: hows[:1] for name, hows in SOME.items()} | {
+  'published': ['auto', 'step explicit', 'checked', 'step', *DEVICES[:2]]
 }
 
 
@@ -397,7 +386,8 @@ def cases():
 
 @pytest.mark.parametrize('name, how', list(cases()))
 def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
-  found, expected = run(ALL[name], how, tmp_path), expected_of(name, how)
+  folder = tmp_path if how in SAVED_IN[name] else None
+  found, expected = run(ALL[name], how, folder), expected_of(name, how)
   if 'demo_muon' in name and not QUICK:
     # XLA adds the products of a batch of matrices, in optax's Newton-Schulz,
     # in another order than those of one matrix.
@@ -424,9 +414,10 @@ def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
   ],
 )
 def test_value_codes(make, how, tmp_path):
-  """Each in one map; those of updates keep something at their owners."""
+  """Each in one map; what owners keep because of theirs is saved."""
   expected = run(make, 'simulated 2x4' if '2x4' in how else 'simulated')
-  assert_same_bits(run(make, how, tmp_path), expected)
+  folder = tmp_path if how in ('explicit', 'step 2x4 auto') else None
+  assert_same_bits(run(make, how, folder), expected)
 
 
 @pytest.mark.parametrize('count', [1, 8])
@@ -503,9 +494,16 @@ def test_a_worker_that_is_not_finite_is_left_out(name):
 # Types --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
-@pytest.mark.parametrize('name', EXCHANGES)
+HALVES = 'bfloat16', 'float16'
+
+
+@pytest.mark.parametrize(
+  'name, dtype',
+  [('published', dtype) for dtype in HALVES]
+  + [(name, HALVES[i % 2]) for i, name in enumerate(EXCHANGES) if i],
+)
 def test_types_of_states_and_updates(name, dtype):
+  """In half precision, of which each transformation has one; `run` has float32."""
   params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
   gradients = {
     k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import math
 
-import flax.linen as nn
 import hlo_text
 import jax
 import jax.numpy as jnp
@@ -305,7 +304,9 @@ def test_what_is_replicated_inside_crosses_once():
   """
   mesh = mesh_of({'replica': 2, 'local': 4})
   many = demo_optax.Workers.on_mesh(mesh, 'replica')
-  params = random_tree(9, SHAPES)
+  leaves = (*FEW, 'gain', 'scalar')  # of which two are sent whole
+  shapes = {name: SHAPES[name] for name in leaves}
+  params = random_tree(9, shapes)
   plan = demo_optax.plan(params, COMPRESSOR, many)
   one = demo_optax.plan(params, COMPRESSOR, 2)
   buckets = exchange(many).init(params).layout.layout.buckets
@@ -324,13 +325,14 @@ def test_what_is_replicated_inside_crosses_once():
   tx = exchange(many)
   params = many.device_put(params)
   args = (
-    stacked(random_tree(0, SHAPES, lead=(2,)), many),
+    stacked(random_tree(0, shapes, lead=(2,)), many),
     tx.init(params),
     params,
   )
   compiled = jax.jit(tx.update).lower(*args).compile()
   updates, _ = compiled(*args)
-  (expected,), *_ = run(demo_optax.Workers.simulated(2), 1, exchange, '2d')
+  simulated = demo_optax.Workers.simulated(2)
+  (expected,), *_ = run(simulated, 1, exchange, '2d', leaves=leaves)
   assert_same_bits(updates, expected)
   assert_devices_agree(updates)
   moved = {
@@ -410,9 +412,8 @@ def test_an_nnx_model_sharded_by_its_annotations(rules, kind):
   mesh = mesh_of(SHAPE_2D, kind)
   with jax.set_mesh(mesh), nnx.logical_axis_rules(rules or ()):
     model = Model(('embed', 'mlp') if rules else (None, 'fsdp'))
-    workers = demo_optax.Workers.on_mesh(
-      mesh, 'replica', demo_optax.param_specs(model, rules)
-    )
+    specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+    workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
     tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -451,32 +452,6 @@ def test_an_nnx_model_sharded_by_its_annotations(rules, kind):
     moment = moment[...]
     assert moment.shape[:2] == (2, 4)
     assert {s.data.shape[:2] for s in moment.addressable_shards} == {(1, 1)}
-
-
-def test_specs_of_a_linen_model():
-
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      logical = nn.with_logical_partitioning(
-        nn.initializers.normal(), ('embed', 'mlp')
-      )
-      mesh_axes = nn.with_partitioning(nn.initializers.normal(), ('fsdp', None))
-      x = nn.Dense(32, kernel_init=logical)(x)
-      return nn.Dense(16, kernel_init=mesh_axes)(x)
-
-  boxed = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((2, 16)))[
-    'params'
-  ]
-  rules = [('embed', None), ('mlp', 'fsdp')]
-  specs = demo_optax.param_specs(boxed, rules)
-  assert specs['Dense_0']['kernel'] == P(None, 'fsdp')
-  assert specs['Dense_1']['kernel'] == P('fsdp', None)
-  assert specs['Dense_0']['bias'] == P()
-  with nn.logical_axis_rules(rules):
-    assert demo_optax.param_specs(boxed) == specs
-  with pytest.raises(ValueError, match=r"logical axes \('embed', 'mlp'\)"):
-    demo_optax.param_specs(boxed)
 
 
 # Mistakes ---------------------------------------------------------------------
@@ -546,7 +521,6 @@ def mixed_axis_types():
     ),
     (update_of_another_sharding, ValueError, 'sharded over fsdp'),
     (mixed_axis_types, ValueError, 'all Auto or all Explicit'),
-    (lambda: demo_optax.param_specs(3), TypeError, 'NNX module.* got int'),
   ],
 )
 def test_mistakes(call, error, message):

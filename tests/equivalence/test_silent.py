@@ -237,6 +237,7 @@ def make_epoch(tx, wrap, mean=demo_optax.over_workers):
   return wrap(epoch)
 
 
+@pytest.mark.parametrize('workers', ['simulated', 'explicit'], indirect=True)
 def test_a_scan_of_steps(workers):
   """Steps were cut: 10 updates instead of 40, and their losses were joined.
 
@@ -319,6 +320,7 @@ def test_batches_that_are_time_major(workers):
 # No batch ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('workers', ['simulated', 'explicit'], indirect=True)
 def test_a_step_that_draws_its_batch(workers):
   """It was refused, with a reason that was not true and no remedy."""
   tx = demo_optax.demo(0.1, workers=workers)
@@ -348,6 +350,7 @@ def test_a_step_that_draws_its_batch(workers):
 # Weights loaded within a period --------------------------------------------------
 
 
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
 def test_loaded_weights_arrive_as_a_whole(workers):
   """Elements equal to the last shared ones kept what a worker had moved."""
   tx = demo_optax.local.diloco(optax.sgd(1.0), workers=workers, sync_period=100)
@@ -487,7 +490,8 @@ def test_a_batch_in_a_dataclass_beside_arrays(workers):
   tx = demo_optax.demo(0.1, workers=workers)
   params, x = {'w': jnp.ones((8, 1))}, rows()
   arguments = params, tx.init(params), Batch(x, x[:, 0]), np.ones_like(x[:, 0])
-  demo_optax.data_parallel(workers, batch_argnums=(2, 3))(step)(*arguments)
+  step = demo_optax.data_parallel(workers, batch_argnums=(2, 3))(step)
+  step.lower(*arguments)
 
 
 def test_keys_of_workers_are_not_those_of_a_split():

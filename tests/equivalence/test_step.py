@@ -133,10 +133,17 @@ def test_equal_gradients_are_refused(workers, optimizer, mistake):
     train(workers, optimizer, steps=1, **options)
 
 
+def lower(workers, optimizer, loss_fn=loss_fn):
+  """Traces a step as its first call does, and compiles nothing."""
+  tx = OPTIMIZERS[optimizer](workers)
+  step = make_step(tx, workers, jax.value_and_grad(loss_fn))
+  step.lower(PARAMS, tx.init(PARAMS), X)
+
+
 @pytest.mark.parametrize('optimizer', ['demo', 'per_worker', 'local_updates'])
 def test_a_single_worker_has_nothing_to_compare(optimizer):
   workers = demo_optax.Workers.simulated(1)
-  train(workers, optimizer, lambda params, x: loss_fn(params, X), steps=1)
+  lower(workers, optimizer, lambda params, x: loss_fn(params, X))
 
 
 # Where JAX can run the step, it runs ------------------------------------------
@@ -161,9 +168,16 @@ def expected_of_both():
   return jax.device_get(train(MAPS['simulated']()))
 
 
-@every_map
-@pytest.mark.parametrize('loss', [ragged, call_back])
+@pytest.mark.parametrize(
+  'workers, loss',
+  [
+    *((kind, ragged) for kind in MAPS if kind != 'explicit'),
+    *((kind, call_back) for kind in ('simulated', 'sequential', 'explicit')),
+  ],
+  indirect=['workers'],
+)
 def test_operations_that_vmap_cannot_map(workers, loss):
+  """On meshes of either kind a step is traced alike: one operation on each."""
   expected = expected_of_both()
   if workers.kind == 'simulated' and not workers.sequential:
     with pytest.raises(ValueError, match=r'simulated\(4, sequential=True\)'):
@@ -191,10 +205,12 @@ def test_operations_that_vmap_cannot_map(workers, loss):
 )
 def test_no_tracer_leaks(workers, optimizer):
   with jax.checking_leaks():
-    train(workers, optimizer, steps=1)
+    lower(workers, optimizer)
 
 
-@pytest.mark.parametrize('optimizer', sorted(OPTIMIZERS.keys() - {'demo_muon'}))
+@pytest.mark.parametrize(
+  'optimizer', ['demo', 'owners', 'average', 'per_worker', 'demo_diloco']
+)
 def test_workers_in_turn_have_the_bits_of_mapped_ones(optimizer):
   """Of gradients without rounding; a product of matrices has another one."""
 
@@ -259,7 +275,8 @@ def test_a_sharding_that_names_the_worker_axis(workers):
     return train(workers, loss_fn=loss, see=see, steps=1)
 
   for where in places:
-    with pytest.raises(ValueError, match=r"Leave .* out.*'data'"):
+    # JAX says it where each worker is one device.
+    with pytest.raises(ValueError, match=r"Leave .* out.*'data'|not manual"):
       run('data', [where])
   run(None, places)  # the remedy
 
@@ -354,8 +371,8 @@ def test_metrics_of_one_structure_are_not_taken_for_each_other():
   'workers, optimizer, models',
   [
     ('simulated', 'demo', 3),
-    ('auto', 'average', 4),
-    *((kind, 'demo', 4) for kind in MAPS),  # as many as workers
+    ('auto', 'average', 4),  # as many as workers
+    *((kind, 'demo', 4) for kind in MAPS if kind != 'simulated'),
   ],
   indirect=['workers'],
 )
@@ -425,9 +442,9 @@ def test_rows_are_joined_where_a_step_says_so(workers):
 @pytest.mark.parametrize(
   'workers, rows, extra',
   [
-    *(('simulated', 4, extra) for extra in (None, 3, 'array', 'key')),
-    ('simulated', 8, 'array'),
-    ('auto', 4, 'array'),
+    ('simulated', 4, 'array'),
+    ('simulated', 4, 3),
+    ('auto', 4, 'key'),
   ],
   indirect=['workers'],
 )

@@ -240,7 +240,7 @@ def test_only_the_message_of_demo_muon_crosses(
     run,
     ours,
     demo_optax.recipes.muon_compressors(
-      params_of(run), topk=32, muon_weight_dimension_numbers=found[0]
+      params_of(run), muon_weight_dimension_numbers=found[0]
     ),
   )
 

@@ -144,7 +144,7 @@ class Trained:
 def exchanging(ours, mesh, kind):
   def make_trainer(model, config):
     workers = demo_optax.Workers.on_mesh(
-      mesh, 'replica', demo_optax.param_specs(model)
+      mesh, 'replica', nnx.get_partition_spec(nnx.state(model, nnx.Param))
     )
     tx = demo_optax.demo(
       LEARNS[kind], workers=workers, decay=0.99, compressor=COMPRESSOR

@@ -127,7 +127,9 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   net = nn.Dense(64, kernel_init=box(nn.initializers.lecun_normal(), axes))
   x = np.ones((8, 32), np.float32)
   boxed = jax.eval_shape(net.init, jax.random.key(0), x)['params']
-  specs = demo_optax.param_specs(boxed, rules)
+  specs = nn.get_partition_spec(boxed)
+  if logical:
+    specs = nn.logical_to_mesh(specs, rules)
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
 
   def init(key):
@@ -184,7 +186,7 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
     (
       'on_mesh',
       (2, 2),
-      r"w must be sharded.*'fsdp'.*demo_optax.param_specs\(model\)",
+      r"w must be sharded.*'fsdp'.*tree of PartitionSpecs",
     ),
     ('on_mesh', (4, 1), None),
   ],
@@ -401,6 +403,7 @@ def test_map_params_finds_the_parameters_of_other_states():
   )
 
 
+@pytest.mark.parametrize('workers', ['auto', 'explicit'], indirect=True)
 def test_a_counter_in_a_dict_costs_no_second_program(workers):
   """Of a state that is no dataclass, and goes on as the optimizer's count."""
   tx = demo(workers)

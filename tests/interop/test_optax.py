@@ -171,7 +171,7 @@ def test_every_transformation_keeps_the_contract(name):
   if is_stacked:
     gradients = random_tree(0, SHAPES, (N,))
     lead = (N,) if name == 'per_worker' else ()
-    updates, _ = jax.jit(tx.update)(gradients, tx.init(PARAMS), PARAMS)
+    updates, _ = jax.eval_shape(tx.update, gradients, tx.init(PARAMS), PARAMS)
     shapes = {k: (*lead, *shape) for k, shape in SHAPES.items()}
     assert jax.tree.map(jnp.shape, updates) == shapes
 

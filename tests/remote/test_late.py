@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import wait_until
+from helpers import COMPILATIONS, wait_until
 from jax.sharding import PartitionSpec as P
 from test_bits import METHODS, Clock, Joined, host, pass_when, state_is_sent
 
 import demo_optax
 from demo_optax.remote import frames, rounds
 from demo_optax.remote.link import Position, link_of
+from demo_optax.remote.program import RemoteProgram
 
 INFOS = {}  # of the last run, by rank
 
@@ -141,8 +142,7 @@ def check_equal(found):
 
 
 @pytest.mark.parametrize(
-  'method, evaluates',
-  [('demo_diloco', False), ('delayed', False), ('demo', True)],
+  'method, evaluates', [('demo_diloco', False), ('demo', True)]
 )
 def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""
@@ -156,7 +156,7 @@ def test_a_late_worker(method, evaluates):
       before = evaluating(workers, before, 5)
     return train(workers, 10_000, before, method)
 
-  with Joined(3, clock=Clock()) as joined:
+  with Joined(3, clock=Clock(), one_trace=True) as joined:
     found = joined.run(run)
   check_equal(found)
   assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
@@ -167,9 +167,19 @@ def test_a_late_worker(method, evaluates):
 
 
 @pytest.mark.parametrize('devices, method', [(4, 'demo'), (1, 'demo_diloco')])
-def test_a_worker_that_joins(devices, method):
-  """One that is there later takes the state, and is not waited for before."""
-  begun = threading.Event()
+def test_a_worker_that_joins(devices, method, monkeypatch):
+  """One that is there later takes the state, and is not waited for before.
+
+  Nothing is compiled between the state and its first step.
+  """
+  begun, compiled = threading.Event(), []
+  take = RemoteProgram._take
+
+  def noted(program, arrays):
+    take(program, arrays)
+    compiled.append(COMPILATIONS.count)
+
+  monkeypatch.setattr(RemoteProgram, '_take', noted)
 
   def run(workers):
     address, rank, _ = workers.relay
@@ -189,15 +199,20 @@ def test_a_worker_that_joins(devices, method):
     def note(number):
       if number > 8:
         begun.set()
+      if link_of(workers).joined:
+        compiled.append(COMPILATIONS.count)
       before(number)
 
     return train(workers, 10_000, note, method)
 
   course = Course(1, 10 if method == 'demo' else 30)
-  with Joined(2, start=0.5, history=4, deadline=2) as joined:
+  with Joined(
+    2, start=0.5, history=4, deadline=2, one_trace=devices == 1
+  ) as joined:
     found = joined.run(run)
   check_equal(found)
   assert 5 < len(found[1]) < len(found[0]) - 5
+  assert devices > 1 or compiled[0] == compiled[1]
 
 
 def test_the_relay_is_restarted():
@@ -339,7 +354,7 @@ def test_parameters_that_differ(monkeypatch):
     )
 
   course = Course(1, 30)
-  with Joined(3, deadline=2) as joined:
+  with Joined(3, deadline=2, one_trace=True) as joined:
     found = joined.run(run)
   first, spoiled, last = (
     [INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)
@@ -376,7 +391,7 @@ def test_a_number_that_all_must_give():
 
   course, ended = Course(2, 15), threading.Event()
   with (
-    Joined(3, clock=Clock()) as joined,
+    Joined(3, clock=Clock(), one_trace=True) as joined,
     pytest.raises(ValueError, match='rate must be equal on all workers'),
   ):
     joined.run(run)

@@ -161,7 +161,7 @@ class Run:
       time.sleep(0.01)
 
   def run(self, **options):
-    with Joined(self.count, **options) as self.joined:
+    with Joined(self.count, one_trace=True, **options) as self.joined:
       self.joined.run(self.worker)
     return self
 

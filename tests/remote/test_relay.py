@@ -227,7 +227,7 @@ def test_messages_of_another_round_or_size(rounds, joined):
   rounds.round()
   other.close()
   sizes = {0: 10, 1: 11, 2: 10}
-  found = rounds.each(lambda x: x.gather(b'x' * sizes[x._rank]))
+  found = rounds.each(lambda x: x.gather(b'x' * sizes[x.rank]))
   assert found == [[b'x' * 10, b'', b'x' * 10]] * 3
 
 
@@ -299,7 +299,7 @@ def test_a_bad_address_or_rank():
 
 
 def test_the_command_for_keys(tmp_path, capsys):
-  command.write_keys([str(tmp_path), '--workers', '2'])
+  command.main(['--workers', '2', '--write-keys', str(tmp_path)])
   names = [pathlib.Path(x).name for x in capsys.readouterr().out.split()]
   of_workers = ['worker-0.key', 'worker-1.key']
   assert names == ['relay.key', *of_workers, 'follower.key']
@@ -319,21 +319,18 @@ def test_the_command_for_keys(tmp_path, capsys):
     ('--workers 2 --history -5', 'history must be from 1 to'),
     ('--workers 2 --max-message -1', 'max_message must be from 1,048,576 to'),
     ('--workers 2 --port 70000', 'port must be from 0 to 65,535, got 70000.'),
-    ('--workers 2 --host 10.1.2.3', 'keys must be given for a relay at'),
-    ('--workers 2 --host 127.1.2.x', "'tcp://127.1.2.x:7077'"),
-    ('--workers 2 --keys /nope', "No such file or directory: '/nope'"),
-    ('--workers 2 --port {used}', 'Address already in use'),
-    ('keys {folder} --workers 0', 'workers must be from 1 to 65,535, got 0.'),
-    ('keys /dev/null/x --workers 2', "Not a directory: '/dev/null/x'"),
+    ('--workers 2 --keys /nope', 'Make one for the relay and for each worker'),
+    ('--workers 2 --port {used}', 'Give another --port.'),
+    ('--workers 0 --write-keys {folder}', 'workers must be from 1 to 65,535'),
+    ('--workers 2 --write-keys /dev/null/x', "Not a directory: '/dev/null/x'"),
   ],
 )
 def test_a_wrong_command(joined, tmp_path, args, error, capsys):
   """One line, exit code 2, and no traceback."""
   used = joined.address.rpartition(':')[2]
   words = args.format(used=used, folder=tmp_path).split()
-  is_keys = words[0] == 'keys'
   with pytest.raises(SystemExit) as ended:
-    (command.write_keys if is_keys else command.serve)(words[is_keys:])
+    command.main(words)
   assert ended.value.code == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith('python -m demo_optax.remote') and error in line
@@ -358,9 +355,7 @@ def test_a_run_begins_with_the_newest_state():
   with Joined(3) as joined:
     rounds = Links(joined, 3)
     digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
-    rounds.each(
-      lambda x: x.hello(rounds.text, digests[x._rank], steps[x._rank])
-    )
+    rounds.each(lambda x: x.hello(rounds.text, digests[x.rank], steps[x.rank]))
     behind, *lists = rounds.each(lambda link: link.gather(b'x'))
     assert isinstance(behind, Behind) and lists == [[b'', b'x', b'x']] * 2
     rounds.__exit__()
@@ -422,7 +417,7 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
 
 def test_limits(joined):
   rank, large = (Link(joined.address, rank, None) for rank in (3, 0))
-  with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
+  with pytest.raises(RuntimeError, match='got workers: 3 from worker 3'):
     rank.hello(frames.described(3, {}), b'')
   with pytest.raises(
     RuntimeError,

@@ -40,6 +40,9 @@ class Worker:
   def message(self, body=TRAIN):
     self.send(frames.MESSAGE, body)
 
+  def pull(self, taken=b''):
+    self.send(frames.PULL, taken, round=0, chain=b'')
+
   def follow(self):
     """Applies lists up to the open round."""
     while self.round < self.desk.rounds.round:
@@ -139,7 +142,7 @@ def idle(desk):
 def joining(desk):
   idle(desk)
   desk.one.chain = b'x' * frames.CHAIN
-  desk.one.send(frames.PULL, b'')
+  desk.one.pull()
 
 
 # What happens then.
@@ -201,10 +204,10 @@ def pull_of_a_state(desk):
   source.follow()
   source.send(frames.PUSH, b'state')
   desk.one.answers.clear()
-  desk.one.send(frames.PULL, b'')
+  desk.one.pull()
   header, (part,) = desk.one.pulled
   assert part == b'state'
-  desk.one.round, desk.one.chain = header.round, header.chain
+  desk.one.round, desk.one.chain = header.number, header.chain
 
 
 def listen_from_that_state(desk):
@@ -225,7 +228,7 @@ def all_others_have_left(desk):
     desk.wait(30)
     desk.one.answers.clear()
     if desk.place() == 'joining':
-      desk.one.send(frames.PULL, b'')
+      desk.one.pull()
 
 
 def message(desk):
@@ -280,8 +283,8 @@ EVENTS = {
   ),
   'MESSAGE from that state': message_from_that_state,
   'PAUSE': sending(frames.PAUSE),
-  'PULL': sending(frames.PULL, b'', chain=b''),
-  'PULL without a state': sending(frames.PULL, b''),
+  'PULL': lambda desk: desk.one.pull(),
+  'PULL without a state': lambda desk: desk.one.pull(),
   'PULL of a state': pull_of_a_state,
   'the deadline passes': deadline_passes,
   'all have sent': messages_of(TRAIN),
@@ -320,8 +323,9 @@ def test_the_table_has_all_events():
 
 
 @pytest.mark.parametrize('old_lives', (True, False))
-def test_a_worker_that_is_started_again_at_once(old_lives):
+def test_a_worker_that_is_started_again_at_once(old_lives, caplog):
   """Its new program gets in when the old one is silent, or else is refused."""
+  caplog.set_level('INFO')
   desk = Desk()
   awaited(desk)
   new = Worker(desk, 0)
@@ -335,7 +339,24 @@ def test_a_worker_that_is_started_again_at_once(old_lives):
   *asked, last = new.answers
   assert set(asked) <= {'AGAIN', 'REFUSED'} and asked[0] == 'AGAIN'
   assert last == ('REFUSED' if old_lives else 'WELCOME')
-  assert desk.one.answers[-1] == ('WELCOME' if old_lives else 'REFUSED')
+  log = caplog.text
+  assert ('refused' in log, 'was started again' in log) == (
+    old_lives,
+    not old_lives,
+  )
+  desk.one.send(frames.PAUSE)
+  assert desk.one.answers == ['WELCOME'] + ['REFUSED'] * (not old_lives)
+
+
+def test_a_quorum_while_one_joins():
+  """It needs a state, which is sent after a round: it counts as one of them."""
+  desk = Desk(quorum=WORKERS)
+  awaited(desk)
+  desk.one.chain = b'x' * frames.CHAIN
+  desk.round_of(desk.others)
+  assert desk.rounds.round == 0
+  desk.one.pull()
+  assert desk.rounds.round == 1
 
 
 def test_any_number_of_later_joins():
@@ -348,17 +369,17 @@ def test_any_number_of_later_joins():
     desk.one.chain = b'x' * frames.CHAIN
     desk.one.send(frames.LISTEN)
     for _ in range(3):
-      desk.one.send(frames.PULL, b'')
+      desk.one.pull()
       assert not desk.one.pulled[1], 'the state of an earlier join'
     desk.round_of(desk.others)
     source.follow()
     source.send(frames.PUSH, b'state %d' % number)
     for _ in range(9):  # more than are kept, but for one that joins
       desk.round_of(desk.others)
-    desk.one.send(frames.PULL, b'')
+    desk.one.pull()
     header, (part,) = desk.one.pulled
     assert part == b'state %d' % number
-    desk.one.round, desk.one.chain = header.round, header.chain
+    desk.one.round, desk.one.chain = header.number, header.chain
     desk.round_of(desk.workers)
     assert desk.one.answers[-1] == 'LIST' and desk.place() == 'awaited'
     for _ in range(9):
@@ -372,16 +393,16 @@ def test_a_state_that_does_not_help():
   source = desk.others[0]
   source.follow()
   source.send(frames.PUSH, b'early')
-  desk.one.send(frames.PULL, b'')
+  desk.one.pull()
   header, (part,) = desk.one.pulled
   assert part == b'early'
-  desk.one.send(frames.PULL, header.chain)
+  desk.one.pull(header.chain)
   assert not desk.one.pulled[1]
   desk.round_of(desk.others)
   source.follow()
   source.send(frames.PUSH, b'later')
   for _ in range(2):
-    desk.one.send(frames.PULL, header.chain)
+    desk.one.pull(header.chain)
     assert desk.one.pulled[1] == (b'later',)
 
 
@@ -397,7 +418,7 @@ def test_a_full_disk(monkeypatch):
       source.answers.clear()
       source.send(frames.PUSH, b'state')
       assert source.answers == ['PUSH']  # by the same number: it was not taken
-      desk.one.send(frames.PULL, b'')
+      desk.one.pull()
       assert not desk.one.pulled[1]
     late = desk.others[1]
     late.send(frames.LISTEN)
@@ -405,7 +426,7 @@ def test_a_full_disk(monkeypatch):
   desk.round_of([source])
   source.follow()
   source.send(frames.PUSH, b'state')
-  desk.one.send(frames.PULL, b'')
+  desk.one.pull()
   assert desk.one.pulled[1] == (b'state',)
 
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from demo_optax.remote.split import PartedStep, flat
+from demo_optax.remote.split import PartedStep, flat, jitted, meetings_in
 from demo_optax.workers.collectives import Met, Programs, meet
 
 pytestmark = pytest.mark.core
 THREE = Programs(3)
+COMPILED = functools.partial(jitted, ahead=True)
 SHAPES = (4, 5), (2, 4), ()
 
 
@@ -61,8 +62,7 @@ def arrays(count):
 def test_the_parts_are_the_step(count):
   seen = []
   closed = flat(jax.make_jaxpr(functools.partial(step, seen))(*arrays(count)))
-  plan, everyone = PartedStep(closed, donated=[0, 2]), Everyone()
-  plan.compile()
+  plan, everyone = PartedStep(closed, COMPILED, donated=[0, 2]), Everyone()
   given = arrays(count)
   w, new, mean, largest, zeros, x, included = plan.run(given, everyone.send)
   jax.effects_barrier()
@@ -79,56 +79,15 @@ def test_the_parts_are_the_step(count):
   first = ['float32[4,5]', 'float32[]']
   rest = [['float32[]']] * count
   assert everyone.sent == [first, ['float32[]'] * 2, *rest]
-  assert plan.meetings == [*first, *['float32[]'] * 3]
+  assert meetings_in(closed.jaxpr.eqns) == [*first, *['float32[]'] * 3]
   # One that only receives, without its x, has the same results.
-  follows = PartedStep(closed, [0, 1, 3], follows=True)
+  follows = PartedStep(closed, COMPILED, [0, 1, 3], follows=True)
   assert follows.uses == [True, False, True]
   w_here, _, count_here = arrays(count)
   found = follows.run([w_here, None, count_here], everyone.read)
   assert not everyone.met
   for one, other in zip(found, (w, new, largest), strict=True):
     np.testing.assert_array_equal(one, other)
-
-
-def test_an_early_message_travels_beside_the_next_program():
-  """That of the next round is computed before anybody waits for it."""
-
-  def run(w, x):
-    now = meet(jnp.sin(w) * x, THREE)
-    late = meet(w, THREE, early=True)
-    return late.rows.sum(0), meet(now.rows[0], THREE).rows[0], late.included
-
-  happened, everyone = [], Everyone()
-
-  def noted(number, program):
-    return lambda *args: happened.append(number) or program(*args)
-
-  def exchange(eqns, sent):
-    happened.append('sent')
-    return everyone.send(eqns, sent)
-
-  w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), donated=[0, 1])
-  plan._parts = [
-    part._replace(run=noted(number, part.run))
-    for number, part in enumerate(plan._parts)
-  ]
-  found, other, _ = plan.run([w, x], exchange)
-  assert happened == [0, 1, 'sent', 'sent', 2, 'sent', 3]
-  np.testing.assert_array_equal(found, np.full(7, 3.0))
-  np.testing.assert_allclose(other, np.sin(1.0) * 2.0 * np.ones(7), 1e-6)
-
-
-def test_a_message_that_needs_an_early_one():
-  def run(w):
-    late = meet(w, THREE, early=True)
-    return meet(late.rows.sum(0), THREE).rows.sum(0)
-
-  w, everyone = jnp.ones(7), Everyone()
-  plan = PartedStep(flat(jax.make_jaxpr(run)(w)))
-  (found,) = plan.run([w], everyone.send)
-  np.testing.assert_array_equal(found, np.full(7, 9.0))
-  assert len(everyone.sent) == 2
 
 
 def test_what_is_donated():
@@ -139,7 +98,7 @@ def test_what_is_donated():
     return w + met.rows.sum(0), x
 
   w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), donated=[0, 1])
+  plan = PartedStep(flat(jax.make_jaxpr(run)(w, x)), COMPILED, donated=[0, 1])
 
   def fails(eqns, sent):
     raise OSError
@@ -165,4 +124,4 @@ def test_what_is_donated():
 )
 def test_loops_are_refused(loop):
   with pytest.raises(ValueError, match='outside of loops'):
-    PartedStep(flat(jax.make_jaxpr(loop)(jnp.ones(4))))
+    PartedStep(flat(jax.make_jaxpr(loop)(jnp.ones(4))), COMPILED)

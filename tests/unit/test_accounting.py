@@ -14,9 +14,6 @@ from demo_optax import __main__ as command
 from demo_optax import compressors
 from demo_optax.compressors import bases
 
-pytestmark = pytest.mark.core
-
-
 # Parameters, and MB per step as published (int64 indices, float32 values).
 PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 
@@ -151,7 +148,7 @@ def test_command_takes_chunks_and_optimizers(capsys):
   text = capsys.readouterr().out
   assert '50304x1024' in text and '32x32' in text
   command.main(['300M', '--optimizer', 'demo_muon'])
-  assert '64x64    64  elias-fano' in capsys.readouterr().out
+  assert '8x64   all      shared' in capsys.readouterr().out
 
 
 MODULE = """

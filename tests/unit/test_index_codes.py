@@ -13,9 +13,6 @@ from oracle import planes
 from demo_optax.codes import index_codes
 from demo_optax.numerics import packing
 
-pytestmark = pytest.mark.core
-
-
 PACK = jax.jit(packing.pack_bits, static_argnums=1)
 UNPACK = jax.jit(packing.unpack_bits, static_argnums=(1, 2))
 

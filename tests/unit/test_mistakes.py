@@ -10,9 +10,6 @@ from optax import contrib
 
 import demo_optax
 from demo_optax import compressors
-from demo_optax.codes.format import ChunkFormat
-
-pytestmark = pytest.mark.core
 
 N = 4
 WORKERS = demo_optax.Workers.simulated(N)
@@ -121,11 +118,7 @@ def init_muon(rule):
       TypeError,
       'seed must .* 0.5',
     ),
-    (
-      lambda: ChunkFormat(8, 2, 'float32', 'sign', shared=True),
-      ValueError,
-      'sign',
-    ),
+    (lambda: compressors.cyclic_signs(1), ValueError, 'period must .* 1'),
     (lambda: compressors.TopK(4, per=0), ValueError, 'per must .* 0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'got 2.5'),

@@ -33,9 +33,9 @@ FLOORS = [
   'step',
   'recipes',
   '_plan',
-  'local',
   'replicas',
   'checkpoint',
+  'local',
   'state',
   '__main__',
 ]

@@ -11,8 +11,6 @@ from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform as paths
 from demo_optax.numerics import topk as selection
 
-pytestmark = pytest.mark.core
-
 SHAPES = {
   'tall': (256, 40),
   'padded': (101, 67),
@@ -33,8 +31,6 @@ def take(way, monkeypatch):
     'top_k_tiles',
     lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True),
   )
-  monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
-  monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda _: fast)
 
 
 def run(way, monkeypatch):

@@ -21,7 +21,6 @@ from demo_optax.exchange.message import (
 )
 from demo_optax.workers import Group
 
-pytestmark = pytest.mark.core
 MERGE = jax.jit(merge, static_argnums=(3, 4))
 
 
@@ -82,6 +81,9 @@ PLACES = {
 }
 
 
+MANY = 300
+
+
 def mixed_layout(values):
   leaves = [
     (ChunkFormat(n, k, 'float32', values), 3) for n, k in PLACES.values()
@@ -126,11 +128,12 @@ def damaged(rng, values, count):
   )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_any_bytes_are_safe_to_read(values):
   """Indices ascend in every chunk; whoever is present has moderate values."""
   data, layout = (
-    damaged(np.random.default_rng(0), values, 300),
+    damaged(np.random.default_rng(0), values, MANY),
     mixed_layout(values),
   )
   received, present = reader(values)(jnp.asarray(data))
@@ -180,8 +183,10 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
     )
   cases += [changed(place, word) for word in bad]
   expected += [False] * len(bad)
-  _, present = reader(values)(np.stack(cases))
-  assert present.tolist() == expected
+  # As many as in the test above, whose program reads them.
+  data = np.stack([*cases, *[good] * (2 * MANY + 2 - len(cases))])
+  _, present = reader(values)(jnp.asarray(data))
+  assert present.tolist() == expected + [True] * (len(data) - len(cases))
 
 
 @pytest.mark.parametrize(
