@@ -28,7 +28,7 @@ from demo_optax import _checks, compressors
 from demo_optax._plan import Plan, plan
 from demo_optax.codes.value_codes import VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.recipes import describe_matrices, muon_compressors
+from demo_optax.recipes import muon_compressors
 
 # The paper's models by name, and their width.
 _WIDTHS = {'300M': 1024, '1B': 2048}
@@ -48,7 +48,7 @@ def paper_model(name: str) -> chex.ArrayTree:
     'mlp_in': matrix(width, 8 * width),
     'mlp_out': matrix(4 * width, width),
   }
-  layers = {str(number): layer for number in range(16)}
+  layers = dict.fromkeys(map(str, range(16)), layer)
   return {'embedding': matrix(50304, width), 'layers': layers}
 
 
@@ -68,14 +68,10 @@ def _described(params: chex.ArrayTree, args: argparse.Namespace) -> str:
   """Returns tables and seconds, as the arguments ask."""
   plans = _plans(params, args)
   parts = [plans[0].table()]
-  if args.matrices:
-    parts.insert(0, describe_matrices(params))
   for each in plans:
     parts.append(each.totals())
   if args.link_mbits is not None:
     _checks.check_range('link_mbits', args.link_mbits, '(0, inf)')
-    _checks.check_range('latency_ms', args.latency_ms, '[0, inf)')
-    _checks.check_range('step_ms', args.step_ms, '[0, inf)')
     for each in plans:
       parts.append(_over_link(each, args))
   return '\n\n'.join(parts)
@@ -104,11 +100,6 @@ def _add_exchange(add: Callable[..., Any]) -> None:
     default='demo',
     help='demo_muon: its default compressors, not the next three; default:'
     ' demo',
-  )
-  add(
-    '--matrices',
-    action='store_true',
-    help='print which parameters demo_muon takes for matrices, and why not',
   )
   add(
     '--topk',
@@ -232,13 +223,15 @@ def _params(model: str) -> chex.ArrayTree:
   """Returns the shapes of a model's parameters."""
   if model in _WIDTHS:
     return paper_model(model)
-  module, colon, name = model.partition(':')
-  if not colon:
+  module, _, name = model.partition(':')
+  try:
+    make = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError) as error:
     raise ValueError(
-      f'model must be module:function or one of {", ".join(_WIDTHS)}, got'
-      f' {model!r}. Give a function that exists.'
-    )
-  make = getattr(importlib.import_module(module), name)
+      f'model must be {", ".join(_WIDTHS)} or module:function, got {model!r}'
+      f' ({error}). Give a function that exists, and start in the folder that'
+      ' has its module.'
+    ) from error
 
   def zeros() -> chex.ArrayTree:
     made, nnx = make(), sys.modules.get('flax.nnx')

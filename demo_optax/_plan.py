@@ -36,21 +36,16 @@ class LeafBytes:
     return self.leaf.name
 
   @property
-  def blocks(self) -> tuple[int, ...]:
-    """Shards inside a worker, along each dimension."""
-    return self.leaf.sharding.blocks
-
-  @property
   def num_chunks(self) -> int:
     """Number of chunks; 1 if its gradient is averaged uncompressed."""
     if self.leaf.chunks is None:
       return 1
-    return math.prod(self.blocks) * self.leaf.grid.num_chunks
+    return _num_shards(self.leaf) * self.leaf.grid.num_chunks
 
   @property
   def sent_bytes(self) -> int:
     """Bytes in a worker's payload, or in the all-reduce."""
-    return math.prod(self.blocks) * _shard_bytes(self.leaf)
+    return _num_shards(self.leaf) * _shard_bytes(self.leaf)
 
   @property
   def index_bits(self) -> float:
@@ -255,7 +250,7 @@ def plan(
     weighted=weighted,
   )
   # By one device; its worker moves as much by each of its devices.
-  payload, summed, updates = _sent_by_device(config, count, weighted)
+  payload, summed, updates = _sent_by_device(config, count)
   if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload
@@ -279,7 +274,6 @@ def plan(
 def _sent_by_device(
   config: ExchangeConfig,
   count: int,
-  weighted: bool,
 ) -> tuple[int, int, int]:
   """Returns bytes in a device's message, summands, and all owners' updates."""
   packer, owners, layout = config.packer, config.owners, config.layout
@@ -294,7 +288,7 @@ def _sent_by_device(
     updates += owners.num_bytes * count
   # What `average_gradients` gathers or adds up, uncompressed.
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
-  if weighted and averaged:
+  if config.weighted and averaged:
     averaged.append(4)  # weights are added up beside them
   for num_bytes in averaged:
     if num_bytes > ORDERED_BYTES:
@@ -330,19 +324,24 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
       indices = code.name
       bits = f'{costs.index_bits:.2f}'
   sent, blocks = _num_bytes(costs.sent_bytes), '-'
-  if math.prod(costs.blocks) > 1:
-    blocks = _times(costs.blocks)
+  if _num_shards(leaf) > 1:
+    blocks = _times(leaf.sharding.blocks)
   if not costs.as_unsharded:
     blocks += '*'
   shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
   return shape, chunks, of, topk, indices, bits, values, sent, blocks
 
 
+def _num_shards(leaf: Leaf) -> int:
+  """Returns how many shards of a leaf a worker has."""
+  return math.prod(leaf.sharding.blocks)
+
+
 def _shard_bytes(leaf: Leaf) -> int:
   """Returns the bytes that a worker sends for one shard."""
   if leaf.chunks is not None:
     return leaf.chunks.num_bytes
-  size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)
+  size = math.prod(leaf.shape) // _num_shards(leaf)
   return np.dtype(leaf.dtype).itemsize * size
 
 

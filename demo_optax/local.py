@@ -15,9 +15,14 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._per_worker import stack_own, stays_finite
-from demo_optax.checkpoint.buckets import coding_of, cut_bucket, fill_bucket
+from demo_optax.checkpoint.buckets import (
+  coding_of,
+  cut_bucket,
+  decode,
+  encode,
+  fill_bucket,
+)
 from demo_optax.compressors import Compressor
-from demo_optax.compressors.layout import Leaf
 from demo_optax.numerics.topk import Average
 from demo_optax.transformation import DeMoState, scale_by_demo
 from demo_optax.workers import Workers, checks, inside
@@ -467,9 +472,6 @@ def _put_back(
   """
   layout, worker = state.layout.layout, state.worker_stacked
 
-  def encode(leaf: Leaf, update: jax.Array) -> jax.Array:
-    return coding_of(leaf).encode(update)
-
   def add(
     given: tuple[list[jax.Array], dict[str, jax.Array]],
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
@@ -479,12 +481,14 @@ def _put_back(
       momentum = buckets[bucket.name][None]
       shared = {}
       for member in layout.members(number):
-        shared[member] = flat[member][None]
-      momentum += fill_bucket(layout, number, shared, momentum, encode)
+        update = flat[member][None].astype(momentum.dtype)
+        shared[member] = encode(update, coding_of(layout.leaves[member]))
+      momentum += fill_bucket(layout, bucket.name, shared, momentum)
       buckets[bucket.name] = momentum[0]
-      own = cut_bucket(layout, number, momentum, decoded=True)
-      for member, x in own.items():
-        flat[member] = x[0]
+      own = cut_bucket(layout, bucket.name, momentum)
+      for member, coefficients in own.items():
+        coding = coding_of(layout.leaves[member])
+        flat[member] = decode(coefficients, coding)[0]
     return flat, buckets
 
   flat, treedef = jax.tree.flatten(updates)

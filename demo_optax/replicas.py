@@ -75,10 +75,12 @@ def check_replicas(
     axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
-  # What is held once needs no digest.
   several = {}
-  for keys, array in leaves_of(tree):
-    if len(_holders(array)) > 1:
+  for keys, value in leaves_of(tree):
+    array = comparable(value)
+    blocks = [block for _, _, block in _holders(array)]
+    # What is held once needs no digest.
+    if len({*blocks}) < len(blocks):
       several[keys] = array
   differences = []
   for keys, held in copies(several).items():
@@ -106,27 +108,39 @@ Name = TypeVar('Name', bound=Hashable)
 class Copy(NamedTuple):
   """A copy of an array's block."""
 
-  device: Any  # None if it is not known to all processes
+  device: Any  # None if each process has the whole array
   process: int
   block: str
   digest: bytes  # of uint32[2]
 
 
+def comparable(value: Any) -> Array:
+  """Returns the array that is compared, JAX's if processes share it.
+
+  Else it is NumPy's. Of keys it is their data, of other values a checksum.
+  """
+  if prng.is_key_array(value):
+    value = jax.random.key_data(value)
+  if not hasattr(value, 'dtype'):
+    return np.asarray(_checksum(repr(value)))
+  is_shared = isinstance(value, jax.Array) and (
+    jax.process_count() == 1 or not value.is_fully_addressable
+  )
+  return value if is_shared else np.asarray(value)
+
+
 def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   """Returns the copies of all arrays' blocks, the same in all processes.
 
-  Other values are compared by a checksum. Raises in all processes if their
-  arrays have other names, shapes or dtypes, rather than leave some waiting in a
-  gather.
+  Raises in all processes if their arrays have other names, shapes or dtypes,
+  rather than leave some waiting in a gather.
   """
   arrays: dict[Name, Array] = {}
   lines = []
   for name, value in values.items():
-    array: Array = value
-    if not hasattr(value, 'dtype'):
-      array = np.asarray(_checksum(repr(value)))
+    array = comparable(value)
     arrays[name] = array
-    lines.append(f'{name} {array.shape} {array.dtype} {is_local(array)}')
+    lines.append(f'{name} {array.shape} {array.dtype} {type(array)}')
   _check_tree(lines)
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
   # uint32[arrays, devices, 2]
@@ -186,64 +200,31 @@ def content_digest(held: Sequence[Copy]) -> str:
   return total.astype('>u4').tobytes().hex()
 
 
-def is_local(array: Array) -> bool:
-  """Returns whether several processes hold a whole array each."""
-  is_whole = not isinstance(array, jax.Array) or array.is_fully_addressable
-  return is_whole and jax.process_count() > 1
-
-
-def has_copies(array: object) -> bool:
-  """Returns whether several devices have the same part."""
-  if not isinstance(array, jax.Array):
-    return False
-  if isinstance(array, jax.core.Tracer) or is_local(array):
-    return False
-  blocks = [block for _, _, block in _holders(array)]
-  return len({*blocks}) < len(blocks)
-
-
 def _holders(array: Array) -> list[tuple[Any, int, str]]:
   """Returns each copy's device, process and block, in the order of devices."""
-  blocks: Any = {None: ''}
-  if isinstance(array, jax.Array):
-    blocks = array.sharding.devices_indices_map(array.shape)
+  if not isinstance(array, jax.Array):
+    return [(None, process, '') for process in range(jax.process_count())]
+  blocks: Any = array.sharding.devices_indices_map(array.shape)
   holders: list[tuple[Any, int, str]] = []
-  for device in sorted(blocks, key=_number_of):
-    process = getattr(device, 'process_index', 0)
-    holders.append((device, process, str(blocks[device])))
-  if not is_local(array):
-    return holders
-  # Each process has all blocks, on devices that others do not know.
-  everyones = []
-  for process in range(jax.process_count()):
-    everyones += [(None, process, block) for _, _, block in holders]
-  return everyones
-
-
-def _number_of(device: Any) -> int:
-  return getattr(device, 'id', 0)
+  for device in sorted(blocks, key=lambda device: device.id):
+    holders.append((device, device.process_index, str(blocks[device])))
+  return holders
 
 
 def _digest_blocks(array: Array) -> list[Array]:
   """Digests an array's blocks in this process, as `_holders` orders."""
   if not isinstance(array, jax.Array):
-    array = np.asarray(array)
     start = np.zeros(array.ndim, np.uint32)
     return [packing.digest_block(array, start, array.shape)]
-  if prng.is_key_array(array):
-    array = jax.random.key_data(array)
-  shards = {shard.device: shard for shard in array.addressable_shards}
   digests = []
-  for device in sorted(shards, key=_number_of):
-    shard = shards[device]
+  for shard in sorted(array.addressable_shards, key=lambda x: x.device.id):
     # Where the block begins: words count with their places in the array.
     starts = [part.start or 0 for part in shard.index]
     start = np.array(starts, np.uint32)
     data: Array = shard.data
-    mesh = Mesh([device], ('device',))
-    if platform.digests_on_host(device):
+    if platform.digests_on_host(shard.device):
       data = np.asarray(data)
     # On this device, not on the mesh that the caller has set.
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(Mesh([shard.device], ('device',))):
       digests.append(packing.digest_block(data, start, array.shape))
   return digests

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
-from demo_optax.checkpoint.buckets import cut_bucket
+from demo_optax.checkpoint import placement
+from demo_optax.checkpoint.buckets import coding_of, cut_bucket, decode
 from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 
@@ -62,23 +63,28 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
-  # Buckets by path: their layout is beside them.
-  arrays = dict(_paths.leaves_of(opt_state))
+  arrays = _paths.leaves_of(opt_state)
   moments: dict[str, jax.Array] = {}
   for root, layout in layouts.items():
     by_leaf: dict[int, jax.Array] = {}
-    for number, bucket in enumerate(layout.buckets):
-      if bucket.error_feedback:
-        stacked = arrays[*root, STACKED, 'momentum', bucket.name]
-        by_leaf |= cut_bucket(layout, number, stacked, decoded=True)
-    for leaf, moment in sorted(by_leaf.items()):
-      name = layout.leaves[leaf].name
-      if name in moments:
+    for keys, bucket in arrays:
+      if keys[:-1] == (*root, STACKED, 'momentum'):
+        by_leaf |= cut_bucket(layout, keys[-1], bucket)
+    for number, coefficients in sorted(by_leaf.items()):
+      leaf = layout.leaves[number]
+      if leaf.name in moments:
         raise ValueError(
-          f'opt_state must hold one momentum of {name}, got several. Give one'
-          ' of its states.'
+          f'opt_state must hold one momentum of {leaf.name}, got several. Give'
+          ' one of its states.'
         )
-      moments[name] = moment
+      # The parameter is sharded as its coefficients.
+      sharding = placement.of(coefficients)
+      moments[leaf.name] = placement.run(
+        decode,
+        coefficients,
+        sharding,
+        coding_of(leaf),
+      )
   return moments
 
 

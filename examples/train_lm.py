@@ -302,7 +302,6 @@ def restore(
       if saved != now['data'][name]:
         raise ValueError(f'the checkpoint is of a run with --{name} {saved}.')
   except (FileNotFoundError, ValueError) as error:
-    checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     flags.refuse(f'--resume: {error}{hint}')
   for name in ('model', 'optimizer'):
@@ -409,7 +408,7 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
       records.append(record)
       log.write(record)
       step = done
-  checkpoints.close()
+  checkpoints.wait()
   if stopped:
     when = (
       f'after step {step}, which is saved. Continue with --resume.'

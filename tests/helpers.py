@@ -16,7 +16,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.__main__ import paper_model as shapes_of  # noqa: F401
 from demo_optax._paths import is_stacked, path_keys
-from demo_optax.checkpoint.buckets import coding_of, fill_bucket
+from demo_optax.checkpoint.buckets import coding_of, encode, fill_bucket
 from demo_optax.numerics import topk as selection
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -136,14 +136,12 @@ def with_momentum(state, moments):
   """An exchange's state with this momentum, given in parameter space."""
   layout, own, made = state.layout.layout, state.worker_stacked, {}
   for number, bucket in enumerate(layout.buckets):
-    given = {i: moments[layout.leaves[i].name] for i in layout.members(number)}
-    made[bucket.name] = fill_bucket(
-      layout,
-      number,
-      given,
-      own.momentum[bucket.name],
-      lambda leaf, x: coding_of(leaf).encode(x),
-    )
+    given = {}
+    for member in layout.members(number):
+      leaf = layout.leaves[member]
+      given[member] = encode(moments[leaf.name], coding_of(leaf))
+    like = own.momentum[bucket.name]
+    made[bucket.name] = fill_bucket(layout, bucket.name, given, like)
   return state._replace(worker_stacked=own._replace(momentum=made))
 
 

@@ -9,25 +9,25 @@ What one device does is mapped over simulated workers and devices.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.checkpoint.placement import Value, fit_sharding, of, run
+from demo_optax.checkpoint.placement import Value, of, run
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor
 from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers import Spec, Workers, lift
-from demo_optax.workers.param_specs import keep, names_of
+from demo_optax.workers.param_specs import entry, keep
 
 Shape = jax.ShapeDtypeStruct
 
@@ -39,113 +39,110 @@ class Coding(NamedTuple):
   blocks: tuple[int, ...]  # shards along each dimension
   basis: Basis | None
 
-  def decode(self, coefficients: chex.Array) -> Array:
-    """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
-    return self._each_shard(chunking.from_coefficients, coefficients)
-
-  def encode(self, x: chex.Array) -> Array:
-    """Undoes `decode`."""
-    return self._each_shard(chunking.to_coefficients, x)
-
-  def _each_shard(
-    self,
-    fun: Callable[..., Array],
-    x: chex.Array,
-  ) -> Array:
-    """Calls a function for every shard on every worker."""
-    # As if each dimension were sharded over an axis, with a device per block.
-    sizes = {f'axis_{dim}': count for dim, count in enumerate(self.blocks)}
-    workers = Workers.simulated(len(x), None, sizes)
-    axes = workers.param_specs.axes  # those with several blocks
-    spec = Spec(True, keep(P(*sizes), axes))
-    one_shard = functools.partial(
-      fun,
-      grid=self.grid,
-      basis=self.basis,
-    )
-    mapped = lift.map_over(workers, one_shard, (spec,), spec)
-    return mapped(jnp.asarray(x))
-
 
 def coding_of(leaf: Leaf) -> Coding:
   """Returns a leaf's coding."""
   assert isinstance(leaf.compressor, Compressor)
-  return Coding(
-    leaf.grid,
-    leaf.sharding.blocks,
-    leaf.compressor.basis,
-  )
+  return Coding(leaf.grid, leaf.sharding.blocks, leaf.compressor.basis)
 
 
-def cut_bucket(
-  layout: Layout,
-  number: int,
-  bucket: Value,
-  decoded: bool = False,
-) -> dict[int, Value]:
+def decode(coefficients: chex.Array, coding: Coding) -> Array:
+  """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
+  return _each_shard(chunking.from_coefficients, coefficients, coding)
+
+
+def encode(x: chex.Array, coding: Coding) -> Array:
+  """Undoes `decode`."""
+  return _each_shard(chunking.to_coefficients, x, coding)
+
+
+def _each_shard(
+  fun: Callable[..., Array],
+  x: chex.Array,
+  coding: Coding,
+) -> Array:
+  """Calls a function for every shard on every worker."""
+  # As if each dimension were sharded over an axis, with a device per block.
+  sizes = {f'axis_{dim}': count for dim, count in enumerate(coding.blocks)}
+  workers = Workers.simulated(len(x), None, sizes)
+  axes = workers.param_specs.axes  # those with several blocks
+  spec = Spec(True, keep(P(*sizes), axes))
+  one_shard = functools.partial(fun, grid=coding.grid, basis=coding.basis)
+  mapped = lift.map_over(workers, one_shard, (spec,), spec)
+  return mapped(jnp.asarray(x))
+
+
+def cut_bucket(layout: Layout, name: str, bucket: Value) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
-  They are sharded as the parameters, and in parameter space if `decoded`. The
-  bucket may be a `jax.ShapeDtypeStruct`, for shapes.
+  They are sharded as the parameters. The bucket may be a
+  `jax.ShapeDtypeStruct`, for shapes.
   """
   shapes, shardings = {}, {}
-  for member in layout.members(number):
-    leaf = layout.leaves[member]
-    shapes[member] = _leaf_like(layout, leaf, bucket, decoded)
+  for member in members_of(layout, name):
+    shapes[member] = _leaf_like(layout.leaves[member], bucket)
     shardings[member] = shapes[member].sharding
   if isinstance(bucket, Shape):
     return shapes
-  return run(_leaves_of, bucket, shardings, layout, number, decoded)
+  return run(_leaves_of, bucket, shardings, layout, name)
 
 
-def _leaf_like(
+def fill_bucket(
   layout: Layout,
-  leaf: Leaf,
-  bucket: chex.Array | Shape,
-  decoded: bool,
-) -> Shape:
+  name: str,
+  leaves: Mapping[int, Value],
+  like: Value,
+) -> Value:
+  """Undoes `cut_bucket`; returns an array placed as `like`."""
+  return run(_bucket_of, leaves, of(like), layout, name)
+
+
+def members_of(layout: Layout, name: str) -> list[int]:
+  """Returns the numbers of a bucket's leaves, by the bucket's name."""
+  return layout.members(_number(layout, name))
+
+
+def _number(layout: Layout, name: str) -> int:
+  """Returns a bucket's number in its layout."""
+  return [bucket.name for bucket in layout.buckets].index(name)
+
+
+def _leaf_like(leaf: Leaf, bucket: chex.Array | Shape) -> Shape:
   """Returns shape and sharding of a leaf that is cut out of a bucket."""
-  shape = leaf.shape
-  if not decoded:
-    *counts, n = leaf.grid.coefficients_shape
-    # The chunks from all shards along each dimension.
-    counts_of_all = np.multiply(leaf.sharding.blocks, counts)
-    shape = *map(int, counts_of_all), n
-  shape = bucket.shape[0], *shape
+  *counts, n = leaf.grid.coefficients_shape
+  # The chunks from all shards along each dimension.
+  counts_of_all = map(operator.mul, leaf.sharding.blocks, counts)
+  shape = bucket.shape[0], *counts_of_all, n
   sharding = of(bucket)
   if isinstance(sharding, NamedSharding):
-    inner_axes = dict(layout.axis_sizes)
-    worker_axis = None
-    for axis in names_of(sharding.spec):
-      if axis not in inner_axes:
-        worker_axis = axis
+    worker_axis = entry(sharding.spec, 0) or None
     spec = P(worker_axis, *leaf.sharding.spec)
-    placed = NamedSharding(sharding.mesh, spec)
-    sharding = fit_sharding(shape, placed)
+    sharding = NamedSharding(sharding.mesh, spec)
   return Shape(shape, bucket.dtype, sharding=sharding)
 
 
-def _specs(layout: Layout, number: int) -> dict[int, Spec]:
+def _specs(layout: Layout, name: str) -> dict[int, Spec]:
   """Returns how a bucket's leaves are spread over workers and devices."""
   specs = {}
-  for member in layout.members(number):
+  for member in members_of(layout, name):
     leaf = layout.leaves[member]
     specs[member] = Spec(True, leaf.sharding.spec)
   return specs
 
 
+def _workers(layout: Layout, count: int) -> Workers:
+  """Returns simulated workers with a layout's devices."""
+  return Workers.simulated(count, None, dict(layout.axis_sizes))
+
+
 def _leaves_of(
   bucket: Array,
   layout: Layout,
-  number: int,
-  decoded: bool,
+  name: str,
 ) -> dict[int, Array]:
   """Returns a bucket's leaves by number."""
-  workers = Workers.simulated(
-    len(bucket),
-    None,
-    dict(layout.axis_sizes),
-  )
+  workers = _workers(layout, len(bucket))
+  number = _number(layout, name)
   kind = layout.buckets[number]
 
   def one_device(rows: Array) -> dict[int, Array]:
@@ -155,38 +152,23 @@ def _leaves_of(
     leaves = {}
     for member, of_leaf in layout.split(number, chunks).items():
       grid = layout.leaves[member].grid
-      array = of_leaf.reshape(grid.coefficients_shape)
-      if decoded:
-        array = chunking.from_coefficients(array, grid, kind.basis)
-      leaves[member] = array
+      leaves[member] = of_leaf.reshape(grid.coefficients_shape)
     return leaves
 
-  specs = _specs(layout, number)
-  mapped = lift.map_over(
-    workers,
-    one_device,
-    (workers.bucket_spec,),
-    specs,
-  )
+  specs = _specs(layout, name)
+  mapped = lift.map_over(workers, one_device, (workers.bucket_spec,), specs)
   return mapped(bucket)
 
 
-def fill_bucket(
+def _bucket_of(
+  leaves: Mapping[int, Array],
   layout: Layout,
-  number: int,
-  leaves: Mapping[int, Value],
-  like: Value,
-  coefficients_of: Callable[[Leaf, Value], Array] = lambda _, c: c,
-) -> Value:
-  """Undoes `cut_bucket`; returns an array placed as `like`, in its dtype.
-
-  `coefficients_of` takes a leaf and its value in `leaves`.
-  """
-  workers = Workers.simulated(
-    like.shape[0],
-    None,
-    dict(layout.axis_sizes),
-  )
+  name: str,
+) -> Array:
+  """Returns the bucket with these coefficients."""
+  first, *_ = leaves.values()
+  workers = _workers(layout, len(first))
+  number = _number(layout, name)
   kind = layout.buckets[number]
 
   def one_device(coefficients: Mapping[int, Array]) -> Array:
@@ -196,21 +178,10 @@ def fill_bucket(
       chunks[member] = of_leaf.reshape(grid.num_chunks, -1)
     of_all = layout.join(number, chunks, kind.all_chunks)
     device = workers.group.device_index(kind.split_axes)
-    rows = kind.of_device(of_all, device).astype(like.dtype)
+    rows = kind.of_device(of_all, device)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 
-  def fill(leaves: Mapping[int, Value]) -> Array:
-    specs, coefficients = _specs(layout, number), {}
-    for member in specs:
-      leaf = layout.leaves[member]
-      coefficients[member] = coefficients_of(leaf, leaves[member])
-    mapped = lift.map_over(
-      workers,
-      one_device,
-      (specs,),
-      workers.bucket_spec,
-    )
-    return mapped(coefficients)
-
-  return run(fill, leaves, of(like))
+  specs = _specs(layout, name)
+  mapped = lift.map_over(workers, one_device, (specs,), workers.bucket_spec)
+  return mapped(leaves)

@@ -24,11 +24,20 @@ from demo_optax.checkpoint.buckets import (
   Coding,
   coding_of,
   cut_bucket,
+  decode,
+  encode,
   fill_bucket,
+  members_of,
 )
-from demo_optax.checkpoint.compare import check_fits, saved_records
+from demo_optax.checkpoint.compare import (
+  RECORDS,
+  REMEDIES,
+  check_fits,
+  has_same_places,
+  read_records,
+)
 from demo_optax.checkpoint.placement import Value, abstract
-from demo_optax.checkpoint.regroup import regroup, regroup_owned
+from demo_optax.checkpoint.regroup import regroup
 from demo_optax.compressors import bases
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.layout import Layout, Leaf, Record
@@ -53,8 +62,8 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
 
   Momentum is `[workers, *counts, n]` for each parameter, `n` coefficients in
-  each of `counts` chunks, sharded as the parameter. `...layout` is a record of
-  the chunks, JSON text as uint8.
+  each of `counts` chunks, sharded as the parameter. `...layout.records`
+  describes the chunks, JSON text as uint8, `...layout.digest` their places.
 
   Args:
     state: any tree with `scale_by_demo` states and their types: made by
@@ -67,32 +76,29 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
   _check_stacked(flat)
+  named: list[tuple[Keys, Value]] = []
+  for keys, array in flat:
+    if _part_of(keys, layouts) == 'momentum':
+      layout = layouts[keys[:-3]]
+      for member, of_leaf in cut_bucket(layout, keys[-1], array).items():
+        leaf = layout.leaves[member]
+        named.append(((*keys[:-1], *leaf.keys), of_leaf))
+    elif keys[-2:] == ('layout', 'digest'):
+      layout = layouts[keys[:-2]]
+      text = json.dumps(layout.records)
+      records = np.frombuffer(text.encode(), np.uint8)
+      named.append((keys, layout.digest))
+      named.append(((*keys[:-2], RECORDS), records))
+    else:
+      named.append((keys, array))
   leaves: dict[str, Value] = {}
-
-  def add(keys: Keys, x: Value) -> None:
+  for keys, array in named:
     name = _paths.dotted(keys)
     if name in leaves:
       raise ValueError(
         f'The tree must have one leaf called {name}, got two. Rename one.'
       )
-    leaves[name] = x
-
-  for keys, array in flat:
-    if _paths.is_bucket(keys):
-      layout = layouts[keys[:-3]]
-      number, is_owned = _bucket_at(keys, layout)
-      if is_owned:
-        array = _of_one_owner(layout.buckets[number].shape, array)
-      coefficients = cut_bucket(layout, number, array)
-      for member, of_leaf in coefficients.items():
-        leaf = layout.leaves[member]
-        add((*keys[:-1], *leaf.keys), of_leaf)
-    elif keys[-2:] == ('layout', 'digest'):
-      # Instead of the digest, which depends on devices.
-      text = json.dumps(layouts[keys[:-2]].records)
-      add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
-    else:
-      add(keys, array)
+    leaves[name] = array
   return leaves
 
 
@@ -113,15 +119,17 @@ def from_leaves(
   to 2 workers the mean of pairs, from 4 to 8 every worker twice. The mean over
   all workers does not change, up to rounding. Integers, booleans and PRNG keys
   come from the old worker with the largest overlap, the first among equals.
-  With more workers, each folds its number into its key. Owners' residuals
-  follow their chunks, exactly.
+  With more workers, each folds its number into its key.
+
+  Owners' residuals need the same chunks, workers and devices. They are
+  otherwise discarded, with `resize`.
 
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
       Leaves are moved to its devices; without a sharding, JAX's are not moved.
     resize: whether to regroup stacked arrays (under a field `worker_stacked`)
-      for other workers, and to drop residuals that `like` lacks.
+      for other workers, and to discard residuals that have no place in `like`.
     rechunk: whether to convert momentum with other chunks or another compressor
       through parameter space, up to rounding. With equal chunks and transform,
       every bit is kept.
@@ -130,22 +138,44 @@ def from_leaves(
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
   layouts = layouts_in(like, checked=True)
-  asked = {'chunks': rechunk, 'workers': resize}
+  remedies = dict(REMEDIES)
+  if rechunk:
+    del remedies['chunks']
+  if resize:
+    del remedies['workers']
   # Shapes alone: nothing is computed before all fits.
   wanted = to_leaves(jax.tree.map(abstract, like))
-  records = {_paths.dotted((*root, 'layout')) for root in layouts}
-  check_fits(saved, wanted, records, asked)
+  check_fits(saved, wanted, remedies)
+
+  def converted(keys: Keys, codings: Codings = None) -> Value:
+    """Returns a saved leaf for the workers and chunks in `like`."""
+    name = _paths.dotted(keys)
+    array, x = saved[name], wanted[name]
+    if not _paths.is_stacked(keys):
+      return array
+    if codings is None and len(array) == len(x):
+      return array
+    return placement.run(_convert, array, placement.of(x), len(x), codings)
 
   def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
-    if _paths.is_bucket(keys):
-      return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
-    array = saved[_paths.dotted(keys)]
-    if not _paths.is_stacked(keys) or len(array) == len(x):
-      return array
-    return placement.run(regroup, array, placement.of(x), len(x))
+    part = _part_of(keys, layouts)
+    if part == 'momentum':
+      layout = layouts[keys[:-3]]
+      records = saved[_paths.dotted((*keys[:-3], RECORDS))]
+      former = read_records(records)
+      coefficients = {}
+      for member in members_of(layout, keys[-1]):
+        leaf = layout.leaves[member]
+        codings = _codings(former[leaf.name], leaf, layout)
+        coefficients[member] = converted((*keys[:-1], *leaf.keys), codings)
+      return fill_bucket(layout, keys[-1], coefficients, x)
+    name = _paths.dotted(keys)
+    if part is None or has_same_places(name, saved, wanted):
+      return converted(keys)
+    return np.zeros(x.shape, x.dtype)
 
   def place(path: Path, x: Value) -> Value:
     return placement.place(restored(path, x), x)
@@ -153,86 +183,52 @@ def from_leaves(
   return jax.tree_util.tree_map_with_path(place, like)
 
 
+def _part_of(keys: Keys, layouts: Mapping[Keys, Layout]) -> str | None:
+  """Returns the field in an exchange's `WorkerState` that has a leaf."""
+  is_own = keys[-3:-2] == (_paths.STACKED,) and keys[:-3] in layouts
+  return keys[-2] if is_own else None
+
+
 def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {}
   for keys, array in leaves:
-    if _paths.is_stacked(keys) and replicas.has_copies(array):
+    if _paths.is_stacked(keys) and isinstance(array, jax.Array):
       arrays[_paths.dotted(keys)] = array
-  if arrays and (differences := replicas.check_replicas(arrays)):
+  for differing in replicas.check_replicas(arrays):
     raise ValueError(
-      f'{differences[0].leaf} must be sharded over the workers, got one array'
-      ' that differs between devices: only one worker would be saved. In'
+      f'{differing.leaf} must be sharded over the workers, got one array that'
+      ' differs between devices: only one worker would be saved. In'
       ' jax.shard_map take demo_optax.state_specs(tx, params, workers) as'
       " in_specs and out_specs of the optimizer's state, not P()."
     )
 
 
-# Buckets ----------------------------------------------------------------------
+# Other chunks -----------------------------------------------------------------
+
+# A leaf's former and current coding, if they differ.
+Codings = tuple[Coding, Coding] | None
 
 
-def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
-  """Returns a bucket's number, and whether it has owners' residuals."""
-  names = [bucket.name for bucket in layout.buckets]
-  return names.index(keys[-1]), keys[-2] == 'update_residual'
+def _convert(
+  x: chex.Array,
+  num_workers: int,
+  codings: Codings,
+) -> chex.Array:
+  """Returns a stacked array for other workers, in another coding."""
+  x = regroup(x, num_workers)
+  if codings is None:
+    return x
+  former, current = codings
+  return encode(decode(x, former), current)
 
 
-def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
-  """Returns residuals as if one owner had all chunks, in a bucket's shape."""
-  # [owners, *devices, rows, n] -> [1, *devices, rows, n]
-  shape = (1, *x.shape[1:-2], *bucket)
-  sharding = placement.fit_sharding(shape, placement.of(x))
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-  return placement.run(regroup_owned, x, sharding, shape)
-
-
-def _bucket(
-  saved: Mapping[str, Value],
-  layout: Layout,
-  keys: Keys,
-  like: Value,
-) -> Value:
-  """Returns a bucket like `like` from its leaves' coefficients."""
-  number, is_owned = _bucket_at(keys, layout)
-  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
-  arrays = {}
-  for member in layout.members(number):
-    leaf = layout.leaves[member]
-    name = _paths.dotted((*keys[:-1], *leaf.keys))
-    if name not in saved:  # owners had no residuals
-      return np.zeros(like.shape, like.dtype)
-    arrays[member] = saved[name]
-  whole = like
-  if is_owned:
-    whole = _of_one_owner(layout.buckets[number].shape, abstract(like))
-
-  def convert(
-    leaf: Leaf,
-    coefficients: chex.Array,
-  ) -> chex.Array:
-    record = records[leaf.name]
-    # Of another selector or value code, with the same chunks.
-    if {**leaf.record, 'compressor': record['compressor']} == record:
-      return regroup(coefficients, len(whole))
-    former = _recorded_coding(record, layout)
-    current = coding_of(leaf)
-    if is_owned:  # residuals are of updates, which have been transformed back
-      former = former._replace(basis=None)
-      current = current._replace(basis=None)
-    # [workers, *shape]
-    elements = regroup(former.decode(coefficients), len(whole))
-    return current.encode(elements)
-
-  array = fill_bucket(layout, number, arrays, whole, convert)
-  if is_owned:
-    return placement.run(
-      regroup_owned,
-      array,
-      placement.of(like),
-      tuple(like.shape),
-    )
-  return array
+def _codings(record: Record, leaf: Leaf, layout: Layout) -> Codings:
+  """Returns the codings for a leaf with this record in the checkpoint."""
+  # Of another selector or value code, with the same chunks.
+  if {**leaf.record, 'compressor': record['compressor']} == record:
+    return None
+  return _recorded_coding(record, layout), coding_of(leaf)
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:

@@ -1,6 +1,5 @@
 """Runs functions on arrays wherever they are, and places their results."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -30,43 +29,29 @@ def run(
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
-  Jitted, on the devices that results have, unless `args` are traced. NumPy's
-  arrays stay so, in 64 bits, unless results have `shardings`. XLA chooses a
-  sharding that is `None`. The same function, not a closure, is compiled once
-  for equal `static`.
+  Jitted, on the devices that results have. Directly, if `args` are traced, or
+  NumPy's and results have no `shardings`. XLA chooses a sharding that is
+  `None`. The same function, not a closure, is compiled once for equal `static`.
   """
-  arrays = jax.tree.leaves(args)
-  targets = jax.tree.leaves(shardings)
-  if any(isinstance(array, jax.core.Tracer) for array in arrays):
+  arrays, targets = jax.tree.leaves(args), jax.tree.leaves(shardings)
+  is_traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+  is_on_host = all(isinstance(array, np.ndarray) for array in arrays)
+  if is_traced or (is_on_host and not targets):
     return fun(args, *static)
-  # A device may be too small for what the host holds.
-  if not targets and all(isinstance(array, np.ndarray) for array in arrays):
-    host_device = jax.local_devices(backend='cpu')[0]
-    host = Mesh([host_device], ('host',))
-    with jax.enable_x64(True), jax.set_mesh(host):
-      return jax.device_get(fun(args, *static))
-
   to_targets = functools.partial(_near, targets=targets)
-  args = jax.tree.map(to_targets, args)
-  auto_shardings = jax.tree.map(auto, shardings)
-  placed = [
-    *map(of, jax.tree.leaves(args)),
-    *jax.tree.leaves(auto_shardings),
-  ]
-  meshes: list[Any] = []
-  for sharding in placed:
-    if isinstance(sharding, NamedSharding):
-      meshes.append(sharding.mesh)
   jitted = jax.jit(
     fun,
     static_argnums=range(1, 1 + len(static)),
-    out_shardings=auto_shardings,
+    out_shardings=jax.tree.map(auto, shardings),
   )
   # Not under the mesh that the caller has set, whose types may be Explicit.
-  with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
-    results = jitted(args, *static)
+  with jax.set_mesh(_NO_MESH):
+    results = jitted(jax.tree.map(to_targets, args), *static)
   # Back to the caller's types of axes: nothing moves.
   return jax.device_put(results, shardings)
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 def of(x: Value) -> Sharding:
@@ -101,22 +86,15 @@ def fit_sharding(
   if not isinstance(sharding, NamedSharding):
     return sharding
   spec, sizes = sharding.spec, sharding.mesh.shape
+  by_length = sorted(range(len(shape)), key=lambda dim: -shape[dim])
   entries: list[Any] = [None] * len(shape)
-  moving = []  # numbers of blocks, and axes, that have no dimension yet
-  for dim in range(len(spec)):
-    blocks = math.prod(sizes[name] for name in entry(spec, dim))
-    if dim < len(shape) and shape[dim] % blocks == 0:
-      entries[dim] = spec[dim]
-    else:
-      moving.append((blocks, spec[dim]))
-  for blocks, axes in moving:
-    longest = None
-    for dim, length in enumerate(shape):
-      is_free = entries[dim] is None and length % blocks == 0
-      if is_free and (longest is None or length > shape[longest]):
-        longest = dim
-    if longest is not None:
-      entries[longest] = axes
+  for old_dim, axes in enumerate(spec):
+    blocks = math.prod(sizes[name] for name in entry(spec, old_dim))
+    for dim in (old_dim, *by_length):
+      is_free = dim < len(shape) and entries[dim] is None
+      if is_free and shape[dim] % blocks == 0:
+        entries[dim] = axes
+        break
   return NamedSharding(sharding.mesh, P(*entries))
 
 
@@ -129,16 +107,14 @@ def auto(sharding: Sharding) -> Sharding:
 
 
 def abstract(x: Value) -> Value:
-  """Returns an array's shape, dtype and sharding; other values unchanged.
+  """Returns a JAX array's shape, dtype and sharding; others unchanged.
 
   An array that is not committed to its device has no sharding: a step would be
   compiled again for one that is.
   """
-  if not hasattr(x, 'dtype'):
+  if not isinstance(x, Array):
     return x
-  sharding = of(x)
-  if isinstance(x, Array) and not x.committed:
-    sharding = None
+  sharding = x.sharding if x.committed else None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -158,10 +134,7 @@ def as_array(x: Value, like: Value) -> Value:
     return x
   if like.shape or not jnp.issubdtype(dtype, held_by):
     return x
-  try:
-    return np.asarray(x, dtype)
-  except OverflowError:
-    return x
+  return np.asarray(x, dtype)
 
 
 def place(x: Value, like: Value) -> Value:
@@ -169,10 +142,8 @@ def place(x: Value, like: Value) -> Value:
   if not hasattr(like, 'dtype'):  # a Python number
     return x.item() if hasattr(x, 'dtype') else x
   x = as_array(x, like)
-  if isinstance(like, np.ndarray):
+  if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)
-  if isinstance(like, np.generic):
-    return np.asarray(x)[()]
   if like.sharding is None:
     return jnp.asarray(x)
   return put(x, like.sharding)

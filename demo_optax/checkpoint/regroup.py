@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.numerics import plain, prng
+from demo_optax.numerics import prng
 
 
 def regroup(x: chex.Array, num_workers: int) -> chex.Array:
@@ -27,12 +27,12 @@ def regroup(x: chex.Array, num_workers: int) -> chex.Array:
   of_workers = of_workers.astype(wide.dtype)
   means = []
   for row in of_workers:
-    total = jnp.zeros_like(wide[0])
     # Only weights that are not zero: 0 times NaN is NaN.
-    for worker in np.flatnonzero(row):
-      total += row[worker] * wide[worker]
-    means.append(total)
-  return jnp.stack(means).astype(x.dtype)
+    parts = [row[worker] * wide[worker] for worker in np.flatnonzero(row)]
+    means.append(sum(parts))
+  # NumPy's stay NumPy's, in 64 bits.
+  stack = x.__array_namespace__().stack
+  return stack(means).astype(x.dtype)
 
 
 def weights(former: int, num_workers: int) -> np.ndarray:
@@ -49,23 +49,3 @@ def weights(former: int, num_workers: int) -> np.ndarray:
   stops = np.minimum(of_former[:, 1:], of_new[1:])
   starts = np.maximum(of_former[:, :-1], of_new[:-1])
   return np.maximum(stops - starts, 0) / former
-
-
-def regroup_owned(
-  x: jax.Array,
-  shape: tuple[int, ...],
-) -> jax.Array:
-  """Returns owners' residuals, `[owners, *devices, chunks, n]`, as `shape`.
-
-  Chunks keep the order of their owners; zeros pad the end.
-  """
-  owners, *devices, rows, n = shape
-  length = owners * rows
-  # [*devices, former owners, chunks, n]
-  by_device = jnp.moveaxis(x, 0, -3)
-  # [*devices, chunks of all owners, n]
-  chunks = by_device.reshape(*devices, -1, n)
-  chunks = plain.pad_to(chunks[..., :length, :], length, axis=-2)
-  # [*devices, owners, rows, n]
-  by_device = chunks.reshape(*devices, owners, rows, n)
-  return jnp.moveaxis(by_device, -3, 0)

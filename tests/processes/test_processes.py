@@ -364,48 +364,6 @@ def test_copies_that_differ_between_processes():
     assert '1 digest' in lines
 
 
-# Checkpoints ------------------------------------------------------------------
-
-# Two processes; the folder is a file, or another job writes to it.
-UNWRITABLE = """
-import fcntl, os, pathlib, sys
-import jax, numpy as np, process_worker
-from jax.experimental import multihost_utils
-from demo_optax import checkpoint
-
-workers, _ = process_worker.join()
-folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
-tree = workers.device_put({'x': np.ones(3, np.float32)})
-if jax.process_index() == 0:
-  if how == 'file':
-    folder.write_text('')
-  else:
-    folder.mkdir()
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
-multihost_utils.sync_global_devices('ready')
-with checkpoint.Checkpointer(folder, tree) as checkpoints:
-  try:
-    checkpoints.save(0, tree)
-  except OSError as error:
-    print(f'failed: {error}', flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-  'how, says', [('file', 'File exists'), ('locked', 'must have one writer')]
-)
-def test_all_learn_that_the_first_cannot_save(how, says, tmp_path):
-  """At once, and all end by themselves."""
-  run = launch('-n', 2, '--', PYTHON, '-c', UNWRITABLE, tmp_path / 'files', how)
-  for number, text in enumerate([says, 'process 0 could not save']):
-    (line,) = [
-      line
-      for line in run.stdout.splitlines()
-      if line.startswith(f'[{number}] failed:')
-    ]
-    assert text in line, run.stdout
-
-
 # The training example ---------------------------------------------------------
 
 SMALL = [

@@ -143,13 +143,12 @@ def test_examples_of_the_help_run(capsys):
   assert '1.08 MB' in text
 
 
-def test_command_describes_matrices(capsys):
+def test_command_takes_chunks_and_optimizers(capsys):
   command.main(['300M', '--chunk', '32'])
   text = capsys.readouterr().out
   assert '50304x1024' in text and '32x32' in text
-  command.main(['300M', '--optimizer', 'demo_muon', '--matrices'])
-  text = capsys.readouterr().out
-  assert '8x64   all      shared' in text and 'no matrix: embedding' in text
+  command.main(['300M', '--optimizer', 'demo_muon'])
+  assert '8x64   all      shared' in capsys.readouterr().out
 
 
 MODULE = """
@@ -291,20 +290,15 @@ MISTAKES = {  # by the end of the message: arguments
   "argument: 'size'": ['of_a_user:needs'],
   "'str' object has no attribute 'shape'": ['of_a_user:text'],
   'is complex64': ['of_a_user:signal'],
-  "no attribute 'nothing'": ['of_a_user:nothing'],
-  'model must be module:function or one of': ['no/such/file'],
+  "no attribute 'nothing'). Give a function that exists": ['of_a_user:nothing'],
+  "got 'nope:x' (No module named 'nope')": ['nope:x'],
+  'model must be 300M, 1B or module:function': ['no/such/file'],
   'link_mbits must be in (0, inf), got 0.0': ['300M', '--link-mbits', '0'],
   'link_mbits must be in (0, inf), got nan': ['300M', '--link-mbits', 'nan'],
   "--link-mbits: invalid float value: '1Gbit'": [
     '300M',
     '--link-mbits',
     '1Gbit',
-  ],
-  'latency_ms must be in [0, inf), got -1.0': [
-    '300M',
-    '--link-mbits',
-    '1',
-    '--latency-ms=-1',
   ],
   'topk must be at least 1, got 0': ['300M', '--topk', '0'],
   'chunk_size must be at least 1, got -1': ['300M', '--chunk=-1'],
