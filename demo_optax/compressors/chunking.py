@@ -190,7 +190,11 @@ def chunk_grid(
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(x: Array, grid: ChunkGrid, step: Numeric = 0) -> Array:
+def to_chunks(
+  x: Array,
+  grid: ChunkGrid,
+  step: Numeric = 0,
+) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`.
 
   With a period, takes the elements whose turn it is at a `step`.
@@ -224,7 +228,11 @@ def from_chunks(
   return x.reshape(grid.shape)
 
 
-def _take_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
+def _take_turns(
+  x: Array,
+  grid: ChunkGrid,
+  step: Numeric,
+) -> Array:
   """Returns the elements whose turn it is, `[*grid.taken]`."""
   rows, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
   groups = -(-rows // grid.period)
@@ -236,7 +244,11 @@ def _take_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
   return jnp.sum(x, axis=2).reshape(grid.taken)
 
 
-def _put_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
+def _put_turns(
+  x: Array,
+  grid: ChunkGrid,
+  step: Numeric,
+) -> Array:
   """Undoes `_take_turns`, with zeros elsewhere."""
   groups, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
   x = x.reshape(-1, groups, 1, cols)
@@ -246,7 +258,11 @@ def _put_turns(x: Array, grid: ChunkGrid, step: Numeric) -> Array:
   return x[:, :rows]
 
 
-def _turns(period: int, cols: int, step: Numeric) -> Array:
+def _turns(
+  period: int,
+  cols: int,
+  step: Numeric,
+) -> Array:
   """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
   row = np.arange(period, dtype=np.int32)[:, None]
   col = np.arange(cols, dtype=np.int32)[None] % period

@@ -400,8 +400,8 @@ class Layout:
     number: int,
     shards: Mapping[int, Array],
     device: Array | int,
-    starts: Sequence[Numeric] | None = None,
-    step: Numeric = 0,
+    starts: Sequence[Numeric],
+    step: Numeric,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
