@@ -201,7 +201,7 @@ def test_every_flag_has_a_help_text(capsys):
       ['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
       'with a port from 1 to 65535',
     ),
-    (['--resume'], 'step must be one of those in'),
+    (['--resume'], 'Save one first'),
     (['--workers', '2', '--batch', '3'], 'must be a multiple of 2 workers'),
   ],
 )
