@@ -41,6 +41,7 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
 def enter(
   params: Mapping[int, Sequence[int]],
   arrays: list[jax.Array],
+  known: Sequence[Any],
 ) -> None:
   """Puts the worker's own copies where the parameters are.
 
@@ -49,8 +50,14 @@ def enter(
   """
   # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
-  for number, (shared, *_) in params.items():
-    x = arrays[number]
+  for number, (shared, own, *_) in params.items():
+    x, old = arrays[number], arrays[own]
+    if (x.shape, x.dtype) != (old.shape, old.dtype):
+      raise ValueError(
+        f'{known[number].name} must be {old.dtype}{list(old.shape)} as in the'
+        f' state of local_updates, got {x.dtype}{list(x.shape)}. Make the state'
+        ' with tx.init of these parameters.'
+      )
     changed |= jnp.any(x != arrays[shared].astype(x.dtype))
   # Also the one that all share, and where the worker's started.
   for number, copies in params.items():

@@ -146,7 +146,7 @@ class Runner:
     given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
     # `local_updates`: the model in the step is the worker's.
     if call.own_params:
-      own_params.enter(call.own_params, given)
+      own_params.enter(call.own_params, given, call.arrays)
     # In the step nothing has a worker axis.
     seen = dataclasses.replace(
       workers, num_workers=self.workers.count, stacked_state=False
