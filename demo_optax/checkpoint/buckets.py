@@ -43,7 +43,11 @@ class Coding(NamedTuple):
 def coding_of(leaf: Leaf) -> Coding:
   """Returns a leaf's coding."""
   assert isinstance(leaf.compressor, Compressor)
-  return Coding(leaf.grid, leaf.sharding.blocks, leaf.compressor.basis)
+  return Coding(
+    leaf.grid,
+    leaf.sharding.blocks,
+    leaf.compressor.basis,
+  )
 
 
 def decode(coefficients: chex.Array, coding: Coding) -> Array:
@@ -67,12 +71,20 @@ def _each_shard(
   workers = Workers.simulated(len(x), None, sizes)
   axes = workers.param_specs.axes  # those with several blocks
   spec = Spec(True, keep(P(*sizes), axes))
-  one_shard = functools.partial(fun, grid=coding.grid, basis=coding.basis)
+  one_shard = functools.partial(
+    fun,
+    grid=coding.grid,
+    basis=coding.basis,
+  )
   mapped = lift.map_over(workers, one_shard, (spec,), spec)
   return mapped(jnp.asarray(x))
 
 
-def cut_bucket(layout: Layout, name: str, bucket: Value) -> dict[int, Value]:
+def cut_bucket(
+  layout: Layout,
+  name: str,
+  bucket: Value,
+) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
   They are sharded as the parameters. The bucket may be a
@@ -156,7 +168,12 @@ def _leaves_of(
     return leaves
 
   specs = _specs(layout, name)
-  mapped = lift.map_over(workers, one_device, (workers.bucket_spec,), specs)
+  mapped = lift.map_over(
+    workers,
+    one_device,
+    (workers.bucket_spec,),
+    specs,
+  )
   return mapped(bucket)
 
 
@@ -183,5 +200,10 @@ def _bucket_of(
     return rows[None] if layout.axis_sizes else rows
 
   specs = _specs(layout, name)
-  mapped = lift.map_over(workers, one_device, (specs,), workers.bucket_spec)
+  mapped = lift.map_over(
+    workers,
+    one_device,
+    (specs,),
+    workers.bucket_spec,
+  )
   return mapped(leaves)
