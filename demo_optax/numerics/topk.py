@@ -48,11 +48,11 @@ def top_k_of_tiles(
   """
   chunks, n = magnitudes.shape
   largest = _largest if by_counting else top_k  # in tiles again
-  maxima = magnitudes
+  tiles = magnitudes.reshape(chunks, n // size, size)
+  maxima = magnitudes if by_counting else jnp.max(tiles, axis=2)
   while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
     maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
-  tiles = magnitudes.reshape(chunks, n // size, size)
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
   places = largest(candidates, k)
   tile = packing.take(chosen, places // size)
