@@ -59,7 +59,9 @@ class Code:
     """Packs `[..., chunks, count]` for each part; returns uint32 words."""
     packed = []
     for x, (_, width) in zip(numbers, self.parts):
-      packed.append(packing.pack_bits(as_row(x), width))
+      row = as_row(x)
+      # XLA for GPUs would copy the words of all workers.
+      packed.append(row if width == 32 else packing.pack_bits(row, width))
     return jnp.concatenate(packed, axis=-1)
 
   def unpack(
@@ -70,8 +72,9 @@ class Code:
     """Undoes `pack`; returns uint32 arrays."""
     numbers, first = [], 0
     for (count, width), size in zip(self.parts, self._sizes(chunks)):
-      words = data[..., first : first + size]
-      x = packing.unpack_bits(words, chunks * count, width)
+      x = data[..., first : first + size]
+      if width < 32:
+        x = packing.unpack_bits(x, chunks * count, width)
       numbers.append(x.reshape(*data.shape[:-1], chunks, count))
       first += size
     return numbers
