@@ -477,6 +477,8 @@ def _put_back(
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     flat, buckets = [*given[0]], dict(given[1])
     for number, bucket in enumerate(layout.buckets):
+      if not bucket.error_feedback:
+        continue
       # As of several workers: [1, rows, n], or [1, devices, rows, n].
       momentum = buckets[bucket.name][None]
       shared = {}

@@ -159,7 +159,8 @@ def scale_by_demo(
       second version.
     exchange: `'all_gather'`, or `'all_to_all'`: each worker merges its share.
     update_values: how `'all_to_all'` writes updates: `'ternary'` for
-      `optax.scale_by_sign`; losses by others (see `dct_topk`) are sent later.
+      `optax.scale_by_sign`; losses by others (see `dct_topk`) are sent later,
+      but for leaves of `compressors.cyclic_signs`, which has no momentum.
 
   Returns:
     An aggregator. Its `update` takes stacked gradients `[workers, ...]` (the

@@ -151,16 +151,18 @@ def mean_in_pairs(x):
   return total[0] * np.float32(1 / len(x))
 
 
-def compress(m, limit, select, padding, values, basis=dct_matrix):
+def compress(
+  m, limit, select, padding, values, basis=dct_matrix, mode='constant'
+):
   """`(what was sent, which coefficients)` of a matrix, in parameter space.
 
   The second is a list over chunks of (coefficients sent, mask of sent).
   """
   chunks = []
   for where, (a, b) in slices(m.shape, limit, padding):
-    block = np.zeros((a, b), m.dtype)
     part = m[where]
-    block[: part.shape[0], : part.shape[1]] = part
+    ends = [(0, a - part.shape[0]), (0, b - part.shape[1])]
+    block = np.pad(part, ends, mode)
     c = basis(a) @ block @ basis(b).T
     # The column frequency is the slow index; elements are in their order.
     flat = (c if basis is np.eye else c.T).reshape(-1)
@@ -264,6 +266,7 @@ class Oracle:
           self.padding,
           self.values,
           self.basis,
+          'constant' if self.error_feedback else 'edge',
         )
         own = expand(
           [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis

@@ -1,8 +1,8 @@
 """Codes for selected values, `[..., chunks, k]`.
 
 `encode` returns uint32 words, and the values that receivers will decode. The
-sender subtracts exactly those: what a code loses stays in its momentum, to the
-last bit. With a chunk's values v, and its scale s in bfloat16:
+sender subtracts exactly those: what a code loses stays in its momentum, if it
+has one, to the last bit. With a chunk's values v, and its scale s in bfloat16:
 
     name      bits per value  per chunk  decoded as
     float32   32 (or 64)      0          v, in the momentum's dtype

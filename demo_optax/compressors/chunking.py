@@ -205,7 +205,9 @@ def to_chunks(
   if grid.period > 1:
     x = _take_turns(x, grid, step)
   if any(grid.ends):
-    x = jnp.pad(x, [(0, end) for end in grid.ends])
+    # Without a momentum nobody repairs a scale that zeros have made smaller.
+    mode = 'constant' if grid.period == 1 else 'edge'
+    x = jnp.pad(x, [(0, end) for end in grid.ends], mode)
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
   return x.reshape(grid.num_chunks, -1)
@@ -235,9 +237,10 @@ def _take_turns(
 ) -> Array:
   """Returns the elements whose turn it is, `[*grid.taken]`."""
   rows, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
-  groups = -(-rows // grid.period)
-  x = plain.pad_to(x.reshape(-1, rows, cols), groups * grid.period, axis=1)
-  x = x.reshape(-1, groups, grid.period, cols)
+  x, missing = x.reshape(-1, rows, cols), -rows % grid.period
+  if missing:
+    x = jnp.pad(x, [(0, 0), (0, missing), (0, 0)], 'edge')
+  x = x.reshape(len(x), -1, grid.period, cols)
   # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
   # finite among the others makes NaN, which excludes the worker.
   x = jnp.where(_turns(grid.period, cols, step), x, 0 * x)

@@ -1,7 +1,7 @@
 """Compressors: a `Selector`, a `Basis` for coefficients, and a value code.
 
-Momentum, error feedback, byte counts and communication are the same for all
-compressors; see `exchange`.
+Byte counts and communication are the same for all compressors, and so are
+momentum and error feedback, except with a `period`; see `exchange`.
 """
 
 import dataclasses
@@ -70,8 +70,9 @@ class Compressor:
     batch_dims: leading dimensions, such as layers or experts. No chunk has
       more than one entry along them.
     period: None: momentum keeps what is not sent, or what `values` loses, for
-      later steps. A number: there is no momentum, and chunks have one element
-      in `period` of every column, the next at each step.
+      later steps. From 2 on there is no momentum, and `decay`, `alpha` and
+      `exchange_info` do not count: chunks are cut from what is taken at a step,
+      one element in `period` of every column, the next at each step.
   """
 
   select: Selector
@@ -85,6 +86,8 @@ class Compressor:
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
     _checks.check_choice('values', self.values, VALUES)
+    if self.period is not None:
+      _checks.check_positive('period', self.period, 2)
 
   def chunks(
     self,
@@ -160,7 +163,7 @@ class Compressor:
       grid,
       ChunkFormat(n, k, name, self.values, select.shared),
     )
-    if self.period:
+    if self.period is not None:
       return sparse
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
@@ -305,7 +308,7 @@ def cyclic_signs(period: int = 8) -> Compressor:
     period: steps until all of a chunk has been sent, at least 2.
   """
   _checks.check_positive('period', period, 2)
-  rows = -(-64 // period)
+  rows = -(-64 // period)  # of 64 that are taken in a step
   return dataclasses.replace(
     full(), chunk_size=(rows, 64), values='sign', period=period
   )

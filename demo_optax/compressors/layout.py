@@ -236,7 +236,7 @@ class Leaf:
       grid, basis = self.grid, self.compressor.basis
       blocks = list(self.sharding.blocks)
       for dim, padding in zip(grid.leading, grid.ends):
-        if not padding and not grid.whole:
+        if not padding and not grid.whole and grid.period == 1:
           blocks[dim] = 1  # chunks of blocks are chunks of the whole
       record |= {
         'lengths': grid.lengths,

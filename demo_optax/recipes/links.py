@@ -134,7 +134,9 @@ def scale_to_muon(
     if isinstance(compressor, Compressor):
       sent = compressor.chunks(shape, 'float32').format
       share = sent.k / sent.n
-      waits = compressor.period or 1 / (1 - decay * (1 - share))
+      waits = 1 / (1 - decay * (1 - share))
+      if compressor.period is not None:
+        waits = compressor.period
     rms = consistent_rms
     if rms is None:
       rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5

@@ -105,8 +105,8 @@ _ROWS = compressors.dct_topk((1, 192), 8, values='sign', proportional=False)
 
 def muon_compressors(
   params: chex.ArrayTree,
-  matrix: compressors.Compressor = compressors.cyclic_signs(),  # noqa: B008
-  other: compressors.Compressor = _ROWS,
+  matrix: CompressorTree = compressors.cyclic_signs(),  # noqa: B008
+  other: CompressorTree = _ROWS,
   *,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
@@ -130,9 +130,11 @@ def muon_compressors(
     muon_weight_dimension_numbers: as in `demo_muon`.
   """
 
-  def compressor_of(dimensions: Any) -> compressors.Compressor:
+  def compressor_of(dimensions: Any) -> CompressorTree:
     if dimensions is None:
       return other
+    if not isinstance(matrix, compressors.Compressor):  # None, or FROZEN
+      return matrix
     # A matrix without gradients would move with others in its chunk.
     return dataclasses.replace(matrix, batch_dims=min(map(min, dimensions)))
 

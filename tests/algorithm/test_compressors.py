@@ -91,12 +91,14 @@ class CyclicSigns(Oracle):
     )
 
   def exchange(self, gradients):
-    """Diagonals of the array; zeros fill the last rows."""
+    """Diagonals of the array; copies of the last row fill its end."""
     group, col = np.indices((self.groups, self.cols))
     row = self.period * group + (col - self.step) % self.period
     filled = np.zeros((N, self.groups * self.period, self.cols))
     size = math.prod(self.of)
     filled.reshape(N, -1)[:, :size] = np.reshape(gradients, (N, -1))
+    rows = size // self.cols
+    filled[:, rows:] = filled[:, rows - 1 : rows]
     update = np.zeros(filled.shape[1:])
     taken = filled[:, row, col].reshape(N, *self.shape)
     update[row, col] = super().exchange(taken).reshape(row.shape)
@@ -403,3 +405,22 @@ def test_shared_places_of_a_wide_type_go_through_a_transform(select, x64):
   updates, _, num_excluded = update_of(select, demo_optax.compressors.Dct(), 32)
   assert num_excluded == 0
   assert all(np.any(u) for u in jax.tree.leaves(updates))
+
+
+def test_ends_of_matrices_move_as_far_as_the_rest():
+  """What fills the last chunks counts in no scale."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.scale_by_demo(
+    demo_optax.compressors.cyclic_signs(8), workers=workers, average='workers'
+  )
+  gradients = random_tree(0, {'rows': (2, 141, 64), 'cols': (2, 64, 65)})
+  params = {name: jnp.zeros(g.shape[1:]) for name, g in gradients.items()}
+  state, update = tx.init(params), jax.jit(tx.update)
+  moved = {name: 0.0 for name in params}
+  for _ in range(8):
+    updates, state = update(gradients, state, params)
+    for name, u in updates.items():
+      moved[name] += np.abs(u)
+  for total, axis in ((moved['rows'], 1), (moved['cols'], 0)):
+    along = total.mean(axis)
+    assert np.all(np.abs(along[-5:].mean() / along.mean() - 1) < 0.2)

@@ -459,3 +459,29 @@ def step_of(gradients, given=True):
 def test_mistakes(call, error, match):
   with pytest.raises(error, match=match):
     call()
+
+
+def test_drift_of_a_leaf_without_momentum():
+  """It moves by the update that all share."""
+  workers = demo_optax.Workers.simulated(2)
+  signs = demo_optax.compressors.cyclic_signs(2)
+  codes = {'kept': demo_optax.dct_topk(8, 3), 'signs': signs}
+  tx = demo_optax.local.demo_diloco(
+    optax.sgd(0.125),
+    workers=workers,
+    sync_period=1,
+    compressor=codes,
+    drift=True,
+  )
+
+  @demo_optax.data_parallel(workers, batch_argnames='rows')
+  def step(params, state, rows):
+    gradients = jax.tree.map(lambda x: x * jnp.mean(rows), params)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {name: jnp.ones((18, 20)) for name in codes}
+  state = tx.init(params)
+  for _ in range(3):
+    params, state = step(params, state, jnp.array([1.0, 2.0]))
+  assert all(np.isfinite(x).all() and (x < 1).any() for x in params.values())

@@ -865,3 +865,10 @@ def test_functions_that_inject_hyperparams_calls_with_the_step():
     make().init(params)
   state = make('compressor', 'mu_dtype').init(params)
   assert jnp.bfloat16 in [x.dtype for x in jax.tree.leaves(state)]
+
+
+def test_compressors_of_matrices_may_be_none_or_frozen():
+  params = {'up': jnp.zeros((8, 8)), 'norm': jnp.zeros(8)}
+  for matrix in (None, demo_optax.compressors.FROZEN):
+    found = recipes.muon_compressors(params, matrix)
+    assert found['up'] is matrix and found['norm'].select.k == 8

@@ -547,7 +547,11 @@ def test_device_put_of_subtrees():
     'head': {'w': jnp.ones((3, 3))},
   }
   plan = demo_optax.plan(params, COMPRESSOR, workers)
-  assert [leaf.blocks for leaf in plan.leaves] == [(1, 1), (4, 1), (4,)]
+  assert [leaf.leaf.sharding.blocks for leaf in plan.leaves] == [
+    (1, 1),
+    (4, 1),
+    (4,),
+  ]
 
 
 def test_workers_are_equal_by_value():

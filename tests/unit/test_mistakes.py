@@ -1,5 +1,7 @@
 """Mistakes that are not in the table of `common_errors.py`: each is loud."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +121,11 @@ def init_muon(rule):
       'seed must .* 0.5',
     ),
     (lambda: compressors.cyclic_signs(1), ValueError, 'period must .* 1'),
+    (
+      lambda: dataclasses.replace(compressors.full(), period=2.5),
+      TypeError,
+      'period must .* 2.5',
+    ),
     (lambda: compressors.TopK(4, per=0), ValueError, 'per must .* 0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'got 2.5'),
