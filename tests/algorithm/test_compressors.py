@@ -416,7 +416,7 @@ def test_ends_of_matrices_move_as_far_as_the_rest():
   gradients = random_tree(0, {'rows': (2, 141, 64), 'cols': (2, 64, 65)})
   params = {name: jnp.zeros(g.shape[1:]) for name, g in gradients.items()}
   state, update = tx.init(params), jax.jit(tx.update)
-  moved = {name: 0.0 for name in params}
+  moved = dict.fromkeys(params, 0.0)
   for _ in range(8):
     updates, state = update(gradients, state, params)
     for name, u in updates.items():
