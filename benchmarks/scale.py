@@ -38,7 +38,9 @@ LARGE: dict[str, Any] = {
   'other_lr': 3e-3,
 }
 MUON = {**muon.MUON, 'other_lr': 3e-3}
-OURS = {'method': 'demo_muon', 'lr': 2e-2, 'topk': 64, 'rows': 8}
+OURS = {'method': 'demo_muon', 'lr': 2e-2, 'cyclic': 8, 'rows': 8}
+TOPK = {**OURS, 'cyclic': None, 'topk': 64}
+ALL = {**TOPK, 'topk': None}  # everything: only the orthonormalisation differs
 # Rates are the root mean square of an update: 2e-2 is 2.1e-3 at this width.
 MERGED = {
   'worker': 'momentum',
@@ -52,19 +54,19 @@ PARTS: dict[str, list[dict[str, Any]]] = {
   'a': [
     MUON,
     OURS,
-    {**OURS, 'topk': None},  # everything: only the orthonormalisation differs
-    {**OURS, 'topk': 256},
-    {**OURS, 'topk': 128},
+    ALL,
+    TOPK,
+    {**OURS, 'cyclic': 4},
     {**OURS, 'lr': 1e-2},
-    {**OURS, 'topk': None, 'lr': 1e-2},
+    {**ALL, 'lr': 1e-2},
     {**MERGED, 'lr': 2e-3},
     {**MERGED, 'lr': 1e-3},
     {**OURS, 'lr': 4e-2},
     {**MUON, 'lr': 1e-2},
     {'method': 'adamw', 'lr': 1e-3},
   ],
-  'b': [{**x, 'workers': 16} for x in (OURS, {**OURS, 'topk': 256})],
-  'c': [{**LARGER, **x} for x in (MUON, OURS, {**OURS, 'topk': None})],
+  'b': [{**x, 'workers': 16} for x in (OURS, {**OURS, 'cyclic': 4})],
+  'c': [{**LARGER, **x} for x in (MUON, OURS, ALL)],
   'd': [{**x, 'seed': seed} for seed in (1, 2) for x in (MUON, OURS)],
 }
 
