@@ -105,8 +105,8 @@ _ROWS = compressors.dct_topk((1, 192), 8, values='sign', proportional=False)
 
 def muon_compressors(
   params: chex.ArrayTree,
-  matrix: CompressorTree = compressors.cyclic_signs(),  # noqa: B008
-  other: CompressorTree = _ROWS,
+  matrix: compressors.Compressor | Frozen | None = compressors.cyclic_signs(),  # noqa: B008
+  other: compressors.Compressor | Frozen | None = _ROWS,
   *,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
@@ -130,7 +130,9 @@ def muon_compressors(
     muon_weight_dimension_numbers: as in `demo_muon`.
   """
 
-  def compressor_of(dimensions: Any) -> CompressorTree:
+  def compressor_of(
+    dimensions: Any,
+  ) -> compressors.Compressor | Frozen | None:
     if dimensions is None:
       return other
     if not isinstance(matrix, compressors.Compressor):  # None, or FROZEN
