@@ -309,8 +309,12 @@ def cyclic_signs(period: int = 8) -> Compressor:
   """
   _checks.check_positive('period', period, 2)
   rows = -(-64 // period)  # of 64 that are taken in a step
-  return dataclasses.replace(
-    full(), chunk_size=(rows, 64), values='sign', period=period
+  return Compressor(
+    selectors.Striding(1.0),  # all that is taken
+    bases.Identity(),
+    chunk_size=(rows, 64),
+    values='sign',
+    period=period,
   )
 
 

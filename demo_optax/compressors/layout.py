@@ -103,12 +103,6 @@ class Bucket:
     return self.rows, self.format.n
 
   @property
-  def merged_shape(self) -> tuple[int, int]:
-    """Shape after merging: without the places that no worker selects."""
-    of_chunk = self.format.k if self.format.shared else self.format.n
-    return self.rows, of_chunk
-
-  @property
   def unit(self) -> tuple[int, ...]:
     """Shape of what leaf sizes and offsets count: chunks, or elements."""
     return () if self.content == 'dense' else (self.format.n,)

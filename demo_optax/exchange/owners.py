@@ -48,7 +48,8 @@ class UpdatePacker:
     for number, bucket in enumerate(self.buckets):
       if bucket.format.summed:
         continue
-      size = bucket.merged_shape[1]
+      # Of a chunk after merging, without places that no worker selects.
+      size = bucket.format.k if bucket.format.shared else bucket.format.n
       everything = ChunkFormat(size, size, bucket.format.dtype, self.values)
       share = bucket.share(self.num_owners)
       shares[number] = dataclasses.replace(share, format=everything)
