@@ -40,9 +40,8 @@ def main(readme: str, wheel: str) -> None:
   else:
     raise AssertionError('ZeroMQ is installed.')
 
-  block = re.search(
-    r'```python\n(.*?)```', pathlib.Path(readme).read_text(), re.S
-  )
+  page = pathlib.Path(readme).read_text()
+  block = re.search(r'```python\n(.*?)```', page, re.S)
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(block.group(1), {})
@@ -50,7 +49,11 @@ def main(readme: str, wheel: str) -> None:
     float(loss) for loss in re.findall(r'^\d+ (\S+)$', printed.getvalue(), re.M)
   ]
   assert losses[-1] < 0.2 * losses[0], losses
-  assert 'this exchange        sends    5.12 kB' in printed.getvalue()
+  sent, received = re.search(
+    r'sends (\S+) kB and receives (\S+) kB', page
+  ).groups()
+  bytes_of_a_step = rf'this exchange +sends +{sent} kB, receives +{received} kB'
+  assert re.search(bytes_of_a_step, printed.getvalue()), printed.getvalue()
 
   subprocess.run([sys.executable, '-m', 'pip', 'check'], check=True)
   table = subprocess.run(
