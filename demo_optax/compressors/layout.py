@@ -16,7 +16,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -243,45 +243,11 @@ class Leaf:
     return json.loads(json.dumps(record, default=str))
 
 
-class Difference(NamedTuple):
-  """How one leaf's records differ in two layouts, in words."""
-
-  name: str
-  old: str
-  new: str
-  is_cut_otherwise: bool  # other chunks or compressor, same array
-
-
-def differences(
-  old: Mapping[str, Record],
-  new: Mapping[str, Record],
-) -> list[Difference]:
-  """Compares the records of two layouts, leaf by leaf."""
-  differing = []
-  for name in {**old, **new}:
-    before, after = old.get(name), new.get(name)
-    if before == after:
-      continue
-    pairs = list(zip(_in_words(before), _in_words(after)))
-    (old_array, new_array), (_, new_chunks), _ = pairs
-    # The first that differs; of equal words, the whole records.
-    pairs.append((str(before), str(after)))
-    said = next(pair for pair in pairs if pair[0] != pair[1])
-    is_cut = old_array == new_array and new_chunks != _NO_MOMENTUM
-    differing.append(Difference(name, *said, is_cut))
-  return differing
-
-
-_NO_MOMENTUM = 'no momentum'
-
-
-def _in_words(record: Record | None) -> tuple[str, str, str]:
-  """Describes the array, its chunks, its compressor."""
-  if record is None:
-    return 'nothing', _NO_MOMENTUM, 'None'
+def in_words(record: Record) -> tuple[str, str, str]:
+  """Describes a leaf's array, its chunks, its compressor."""
   array = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
   if 'lengths' not in record:
-    return array, _NO_MOMENTUM, record['compressor']
+    return array, 'no momentum', record['compressor']
   chunks = f'chunks of {"x".join(map(str, record["lengths"]))}'
   if record['whole']:
     chunks = 'one chunk, not transformed'
@@ -331,6 +297,11 @@ class Layout:
   def records(self) -> dict[str, Record]:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
+
+  @functools.cached_property
+  def words(self) -> dict[str, tuple[str, ...]]:
+    """Describes the leaves by name, in words."""
+    return {name: in_words(record) for name, record in self.records.items()}
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
