@@ -11,7 +11,6 @@ state, so that renamed or reordered leaves never take each other's momentum.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import operator
@@ -386,61 +385,14 @@ class Layout:
     self,
     number: int,
     rows: Array,
-    starts: Sequence[Numeric] | None = None,
-    step: Numeric = 0,
+    starts: Sequence[Numeric],
+    step: Numeric,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for i, chunks in self.split(number, rows, starts).items():
       shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
     return shards
-
-  def clear_padding(
-    self,
-    number: int,
-    coefficients: Array,
-    device: Array | int,
-    valid: Array,
-  ) -> Array:
-    """Projects coefficients `[rows, n]` onto leaves with zero padding.
-
-    Skipped unless `valid`: projecting twice changes the last bits, and the
-    momentum of an excluded worker must not change.
-    """
-    bucket = self.buckets[number]
-    for grid, (start, stop) in self._spans(number).items():
-      if not any(grid.ends):
-        continue
-      if bucket.num_devices == 1:
-        old = lax.slice_in_dim(coefficients, start, stop)
-        projected = chunking.clear_padding(old, grid, bucket.basis)
-        projected = jnp.where(valid, projected, old)
-        coefficients = plain.put(coefficients, projected, start)
-        continue
-      # The chunks of this device are unknown when traced: project all of them
-      # and take those at an edge.
-      for at, project in chunking.edges(grid, bucket.basis):
-        flags = np.zeros(bucket.all_chunks, bool)
-        # [batch, rows, cols] of chunks
-        table = flags[start:stop].reshape(-1, *grid.folded_counts[1:])
-        table[at] = True  # a view
-        at_edge = bucket.of_device(jnp.asarray(flags), device)
-        projected = project(coefficients)
-        changes = at_edge[:, None] & valid
-        coefficients = jnp.where(changes, projected, coefficients)
-    return coefficients
-
-  def _spans(self, number: int) -> dict[ChunkGrid, tuple[int, int]]:
-    """Returns where the chunks of each grid begin and end in a bucket.
-
-    Leaves with one grid are next to each other.
-    """
-    spans: dict[ChunkGrid, tuple[int, int]] = {}
-    for i in self.members(number):
-      leaf = self.leaves[i]
-      start, _ = spans.get(leaf.grid, (leaf.offset, 0))
-      spans[leaf.grid] = start, leaf.offset + leaf.size
-    return spans
 
 
 def make_layout(
@@ -453,8 +405,8 @@ def make_layout(
   flat, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
-  # Leaves in each bucket that is still empty; those with one grid together.
-  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}
+  # Leaves in each bucket that is still empty.
+  members: dict[Bucket, list[int]] = {}
   for (path, x), chosen in zip(flat, per_leaf(compressor, params)):
     shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
     sharding, chunks = param_specs.place(path, shape), None
@@ -462,14 +414,14 @@ def make_layout(
       shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
-      by_grid = members.setdefault(_empty_bucket(chosen, chunks, split), {})
-      by_grid.setdefault(chunks.grid, []).append(len(leaves))
+      empty = _empty_bucket(chosen, chunks, split)
+      members.setdefault(empty, []).append(len(leaves))
     keys = path_keys(path)
     leaves.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
   buckets: list[Bucket] = []
-  for empty, by_grid in members.items():
+  for empty, numbers in members.items():
     number, size = len(buckets), 0
-    for i in itertools.chain(*by_grid.values()):
+    for i in numbers:
       leaves[i] = dataclasses.replace(leaves[i], bucket=number, offset=size)
       size += leaves[i].size
     buckets.append(_fit(empty, number, size))
