@@ -384,11 +384,8 @@ def _averages(
     else:  # the first group
       summed = sums([*terms, *scalars], group.axis)
       totals, scalars = summed[: len(members)], summed[len(members) :]
-    count, *total_weight = scalars
     for i, total in zip(members, totals):
-      share = rounding.exact_reciprocal(count, group.size, total.dtype)
-      if total_weight:
-        share = rounding.reciprocal(total_weight[0], total.dtype)
+      share = rounding.share(1, scalars[-1], total.dtype)
       averages[i] = rounding.mul_no_fma(share, total)
   return averages, scalars[0]
 

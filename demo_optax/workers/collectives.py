@@ -231,7 +231,6 @@ def mean_finite(
   default NaN. Scalars whose workers share a mesh with axes inside of them are
   added by all-reduces, which XLA joins: their order is its own.
   """
-  size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
 
   def mean_of(x: jax.Array) -> jax.Array:
     wide = vary(x.astype(_widened(x.dtype)), axis)
@@ -245,12 +244,9 @@ def mean_finite(
       added, number = jax.lax.psum(parts, axis)
     else:
       added, number = sums(parts, axis)
-    count = number.astype(jnp.int32)
-    # By a product: XLA divides by a constant in some programs, and multiplies
-    # by its reciprocal in others.
-    inverse = rounding.exact_reciprocal(count, size, added.dtype)
-    mean = (added * inverse).astype(x.dtype)
-    return jnp.where(count > 0, mean, jnp.full_like(mean, jnp.nan))
+    inverse = rounding.share(1, number, number.dtype)
+    mean = (added * inverse.astype(added.dtype)).astype(x.dtype)
+    return jnp.where(number > 0, mean, jnp.full_like(mean, jnp.nan))
 
   mean = without_types(mean_of, x)
   if otherwise is None:
