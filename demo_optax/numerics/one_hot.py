@@ -40,8 +40,8 @@ def add_up(
 ) -> tuple[Array, Array]:
   """Adds up values `[workers, chunks, k]`, and the workers that are `present`.
 
-  The latter are `[workers, 1, 1]`. Returns tables `[chunks, rows, columns]`: the
-  sums, and from how many workers each is, as floats.
+  The latter are `[workers, 1, 1]`. Returns tables `[chunks, rows, columns]`: of
+  sums, and of how many workers they are from, as floats.
   """
   # [chunks, workers * k]
   ones = _side_by_side(jnp.broadcast_to(present, values.shape))
