@@ -145,7 +145,7 @@ def merge(
     weights = jnp.where(present, weights, 0).astype(dtype)
   present, weights = present[:, None, None], weights[:, None, None]
   values = jnp.where(present, values, 0)
-  of_all = of_senders = _add_in_turn(None, weights, 1)  # [1, 1]
+  of_all = of_senders = _add_in_turn(None, weights, 1)[None]  # [1, 1, 1]
   if indices is not None and platform.by_product() and _is_count(weights):
     total, senders = one_hot.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
