@@ -196,13 +196,11 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, selections, unused in zip(packer.read, received, chunks):
+  for bucket, selections in zip(packer.read, received):
     update, count = arithmetic.merge(
       bucket,
       selections,
       config.average,
-      # A program that only decodes has no gradients.
-      unused if group.is_one_program else None,
     )
     merged.append(update)
     distinct.append(count)

@@ -76,11 +76,6 @@ class Group:
   # Names and sizes of the axes inside a worker, the first one outermost.
   inner: tuple[tuple[str, int], ...] = ()
 
-  @property
-  def is_one_program(self) -> bool:
-    """Whether one program runs all workers."""
-    return not isinstance(self.axis, Programs)
-
   def send_and_receive(
     self, message: Mapping[str, jax.Array]
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
