@@ -21,6 +21,7 @@ from demo_optax.checkpoint.buckets import (
   decode,
   encode,
   fill_bucket,
+  members_of,
 )
 from demo_optax.compressors import Compressor
 from demo_optax.numerics.topk import Average
@@ -475,22 +476,18 @@ def _put_back(
   def add(
     given: tuple[list[jax.Array], dict[str, jax.Array]],
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    flat, buckets = [*given[0]], dict(given[1])
-    for number, bucket in enumerate(layout.buckets):
-      if not bucket.error_feedback:
-        continue
+    flat, buckets = [*given[0]], {}
+    for name, held in given[1].items():
       # As of several workers: [1, rows, n], or [1, devices, rows, n].
-      momentum = buckets[bucket.name][None]
+      momentum = held[None]
       shared = {}
-      for member in layout.members(number):
+      for member in members_of(layout, name):
         update = flat[member][None].astype(momentum.dtype)
         shared[member] = encode(update, coding_of(layout.leaves[member]))
-      momentum += fill_bucket(layout, bucket.name, shared, momentum)
-      buckets[bucket.name] = momentum[0]
-      own = cut_bucket(layout, bucket.name, momentum)
-      for member, coefficients in own.items():
-        coding = coding_of(layout.leaves[member])
-        flat[member] = decode(coefficients, coding)[0]
+      momentum += fill_bucket(layout, name, shared, momentum)
+      buckets[name] = momentum[0]
+      for member, own in cut_bucket(layout, name, momentum).items():
+        flat[member] = decode(own, coding_of(layout.leaves[member]))[0]
     return flat, buckets
 
   flat, treedef = jax.tree.flatten(updates)

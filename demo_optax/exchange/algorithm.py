@@ -145,14 +145,10 @@ def exchange(
   equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
-  devices, momentum = [], []
-  for bucket in buckets:
-    devices.append(group.device_index(bucket.split_axes))
-    momentum.append(state.momentum.get(bucket.name))
-
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = []
-  for i, device in enumerate(devices):
+  for i, bucket in enumerate(buckets):
+    device = group.device_index(bucket.split_axes)
     chunks.append(layout.fill(i, gradients, device, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
@@ -160,18 +156,20 @@ def exchange(
   valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper, weight))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
-  selected = []
-  for i, bucket in enumerate(buckets):
-    momentum[i], selection = arithmetic.accumulate_and_select(
+  momentum, selected = {}, []
+  for bucket, gradient in zip(buckets, chunks):
+    held, selection = arithmetic.accumulate_and_select(
       bucket,
-      chunks[i],
-      momentum[i],
+      gradient,
+      state.momentum.get(bucket.name),
       hyper.decay,
       hyper.gradient_weight,
       valid,
       hyper.step,
     )
     selected.append(selection)
+    if held is not None:
+      momentum[bucket.name] = held
 
   # The message, and the values [rows, k] that all workers decode from it.
   message, sent = packer.pack(selected, hyper.alpha, valid, weight)
@@ -182,13 +180,14 @@ def exchange(
   # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
   # does what did not reach the others.
   given = valid if included is None else valid & included
-  for i, bucket in enumerate(buckets):
-    if (held := momentum[i]) is None:
+  for bucket, values, selection in zip(buckets, sent, selected):
+    if (held := momentum.get(bucket.name)) is None:
       continue
-    leaving = rounding.mul_no_fma(hyper.alpha, sent[i])
+    leaving = rounding.mul_no_fma(hyper.alpha, values)
     leaving = jnp.where(given, leaving, 0)
-    indices = selected[i].indices
-    momentum[i] = arithmetic.subtract(bucket, held, indices, leaving)
+    momentum[bucket.name] = arithmetic.subtract(
+      bucket, held, selection.indices, leaving
+    )
 
   received, report = packer.unpack(arrived, group)
 
@@ -227,11 +226,7 @@ def exchange(
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(packer, group, report)
-  by_name = {}
-  for bucket, held in zip(buckets, momentum):
-    if held is not None:
-      by_name[bucket.name] = held
-  state = WorkerState(by_name, residual)
+  state = WorkerState(momentum, residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
