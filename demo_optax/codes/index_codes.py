@@ -8,7 +8,6 @@ words; `format.ChunkFormat.decode` checks the order and range of the indices.
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,113 +19,84 @@ from demo_optax.numerics import packing
 
 @dataclasses.dataclass(frozen=True)
 class IndexCode(Code):
-  """How the places sent from every chunk are written."""
-
-  name: ClassVar[str]
-  n: int
-  k: int
-
-
-@functools.cache
-def cheapest(n: int, k: int) -> IndexCode:
-  """Returns the code that takes the fewest bits for `k < n` places.
-
-  >>> cheapest(4096, 32)
-  EliasFano(n=4096, k=32, low=7)
-  >>> cheapest(4096, 32).bits / 32
-  8.96875
-  >>> cheapest(64, 24), cheapest(4096, 1)
-  (Bitmap(n=64, k=24), FixedWidth(n=4096, k=1))
-  """
-  # Of equals the first: the simpler code, then the shorter unary part.
-  codes: list[IndexCode] = [FixedWidth(n, k), Bitmap(n, k)]
-  codes += [EliasFano(n, k, low) for low in range(index_width(n) - 1, 0, -1)]
-  return min(codes, key=lambda code: code.bits)
-
-
-class FixedWidth(IndexCode):
-  """Every index in `ceil(log2 n)` bits."""
-
-  name = 'fixed'
-
-  @property
-  def parts(self) -> Parts:
-    return ((self.k, index_width(self.n)),)
-
-  def encode(self, indices: Array) -> Array:
-    return self.pack(indices)
-
-  def decode(
-    self,
-    data: Array,
-    chunks: int,
-  ) -> Array:
-    (numbers,) = self.unpack(data, chunks)
-    return numbers.astype(jnp.int32)
-
-
-class Bitmap(IndexCode):
-  """A bit per place, 1 where it is sent."""
-
-  name = 'bitmap'
-
-  @property
-  def parts(self) -> Parts:
-    return ((self.n, 1),)
-
-  def encode(self, indices: Array) -> Array:
-    return self.pack(_ones_at(indices, self.n))
-
-  def decode(
-    self,
-    data: Array,
-    chunks: int,
-  ) -> Array:
-    (ones,) = self.unpack(data, chunks)
-    return _places_of(ones, self.k)
-
-
-@dataclasses.dataclass(frozen=True)
-class EliasFano(IndexCode):
   """The `low` low bits in every index as they are, the rest in unary.
 
   The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`.
   The `j`-th becomes a one at place `rest + j` in `k + b - 1` bits. With
   `2**low` near `n / k` that is about `2 + log2(n / k)` bits per index. The
-  bound for small `k / n` is `1.44 + log2(n / k)`.
+  bound for small `k / n` is `1.44 + log2(n / k)`. At the ends, all bits as they
+  are need no rest, and without low bits there is one bit per place.
 
   References:
     Elias, `Efficient storage and retrieval by content and address of static
     files <https://doi.org/10.1145/321812.321820>`_, 1974.
   """
 
-  name: ClassVar[str] = 'elias-fano'
+  n: int
+  k: int
   low: int
 
   @property
-  def _unary_size(self) -> int:
-    return self.k - 1 + -(-self.n >> self.low)
+  def name(self) -> str:
+    """What tables call it."""
+    ends = {0: 'bitmap', index_width(self.n): 'fixed'}
+    return ends.get(self.low, 'elias-fano')
+
+  @property
+  def _rest_bits(self) -> int:
+    if self.low == 0:
+      return self.n
+    buckets = -(-self.n >> self.low)
+    return self.k + buckets - 1 if buckets > 1 else 0
 
   @property
   def parts(self) -> Parts:
-    return (self.k, self.low), (self._unary_size, 1)
+    both = (self.k, self.low), (self._rest_bits, 1)
+    return tuple(part for part in both if all(part))
 
   def encode(self, indices: Array) -> Array:
-    # Distinct and ascending, although several may have the same high bits.
-    rest = (indices >> self.low) + order_of(indices)
-    unary = _ones_at(rest, self._unary_size)
-    return self.pack(indices & (2**self.low - 1), unary)
+    numbers = []
+    if self.low:
+      numbers.append(indices & (2**self.low - 1))
+    if self._rest_bits:
+      places = indices >> self.low
+      if self.low:  # several may have the same high bits
+        places += order_of(indices)
+      numbers.append(_ones_at(places, self._rest_bits))
+    return self.pack(*numbers)
 
   def decode(
     self,
     data: Array,
     chunks: int,
   ) -> Array:
-    # [..., chunks, k] and [..., chunks, size]
-    lows, unary = self.unpack(data, chunks)
-    places = _places_of(unary, self.k)
-    rest = places - order_of(places)
-    return (rest << self.low) | lows.astype(jnp.int32)
+    numbers = self.unpack(data, chunks)
+    lows = numbers[0].astype(jnp.int32)  # [..., chunks, k]
+    if not self._rest_bits:
+      return lows
+    places = _places_of(numbers[-1], self.k)
+    if not self.low:
+      return places
+    return (places - order_of(places) << self.low) | lows
+
+
+@functools.cache
+def cheapest(n: int, k: int) -> IndexCode:
+  """Returns the code that takes the fewest bits for `k < n` places.
+
+  >>> code = cheapest(4096, 32)
+  >>> code, code.name, code.bits / 32
+  (IndexCode(n=4096, k=32, low=7), 'elias-fano', 8.96875)
+  >>> cheapest(64, 24).name, cheapest(4096, 1).name
+  ('bitmap', 'fixed')
+  """
+  width = index_width(n)
+  # Of equals the first: the simpler code, then the shorter unary part.
+  lows = width, 0, *range(width - 1, 0, -1)
+  return min(
+    (IndexCode(n, k, low) for low in lows),
+    key=lambda code: code.bits,
+  )
 
 
 def index_width(n: int) -> int:

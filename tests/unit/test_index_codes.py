@@ -55,10 +55,6 @@ def bitmap_bits(chunk, code):
   return [int(place in chunk) for place in range(code.n)]
 
 
-def low_bits(chunk, code):
-  return [index >> bit & 1 for index in chunk for bit in range(code.low)]
-
-
 def unary_bits(chunk, code):
   """For every bucket of `2**low` places, a one for each index, then a zero."""
   bits = []
@@ -67,23 +63,14 @@ def unary_bits(chunk, code):
   return bits[:-1]  # the last bucket's zero says nothing
 
 
-# The streams of a code, each of all chunks before the next.
-STREAMS = {
-  index_codes.Bitmap: [bitmap_bits],
-  index_codes.EliasFano: [low_bits, unary_bits],
-}
-
-
 def expected_words(code, indices):
-  if isinstance(code, index_codes.FixedWidth):
-    return planes(indices, index_codes.index_width(code.n))
-  words = []
-  for stream in STREAMS[type(code)]:
-    bits = [bit for chunk in indices.tolist() for bit in stream(chunk, code)]
-    words.append(planes(bits, 1))
-  if isinstance(code, index_codes.EliasFano):
-    words[0] = planes(indices & (2**code.low - 1), code.low)
-  return np.concatenate(words)
+  """The low bits of all chunks, then the rest of all chunks."""
+  lows = planes(indices & (2**code.low - 1), code.low)
+  if code.low == index_codes.index_width(code.n):
+    return lows
+  rest = unary_bits if code.low else bitmap_bits
+  bits = [bit for chunk in indices.tolist() for bit in rest(chunk, code)]
+  return np.concatenate([lows, planes(bits, 1)])
 
 
 def random_sets(rng, chunks, n, k):
@@ -93,14 +80,14 @@ def random_sets(rng, chunks, n, k):
 
 # Each compiles once: the smallest, uneven and usual chunks of every code.
 CODES = [
-  index_codes.FixedWidth(2, 1),
-  index_codes.FixedWidth(1000, 7),
-  index_codes.Bitmap(33, 32),
-  index_codes.Bitmap(300, 80),
-  index_codes.EliasFano(3, 2, 1),
-  index_codes.EliasFano(80, 13, 2),
-  index_codes.EliasFano(300, 9, 8),
-  index_codes.EliasFano(1000, 80, 3),
+  index_codes.IndexCode(2, 1, 1),
+  index_codes.IndexCode(1000, 7, 10),
+  index_codes.IndexCode(33, 32, 0),
+  index_codes.IndexCode(300, 80, 0),
+  index_codes.IndexCode(3, 2, 1),
+  index_codes.IndexCode(80, 13, 2),
+  index_codes.IndexCode(300, 9, 8),
+  index_codes.IndexCode(1000, 80, 3),
   index_codes.cheapest(4096, 32),
 ]
 ENCODE = jax.jit(lambda code, x: code.encode(x), static_argnums=0)
