@@ -68,6 +68,16 @@ def orthonormalised(
   )
 
 
+def scale_to_unit_rms() -> optax.GradientTransformation:
+  """Scales every leaf to a root mean square of one."""
+
+  def scale(update: jax.Array) -> jax.Array:
+    length = jnp.sqrt(jnp.mean(update * update))
+    return update / jnp.maximum(length, jnp.finfo(update.dtype).tiny ** 0.5)
+
+  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+
+
 def stored(
   s: Settings, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
@@ -270,11 +280,11 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     None: optax.identity,
   }[s['worker']]()
   after = {
-    'rms': demo_optax.recipes.scale_to_unit_rms,
+    'rms': scale_to_unit_rms,
     'sign': optax.scale_by_sign,
     'orthonormalise': lambda: optax.chain(
       orthonormalised(s, beta=0.0, nesterov=False),
-      demo_optax.recipes.scale_to_unit_rms(),
+      scale_to_unit_rms(),
     ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
@@ -364,9 +374,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     before = of_matrices(
       orthonormalised(s, beta=s['beta'], nesterov=s['nesterov'])
     )
-    own = optax.chain(
-      common(size, workers, s['decay']), demo_optax.recipes.scale_to_unit_rms()
-    )
+    own = optax.chain(common(size, workers, s['decay']), scale_to_unit_rms())
   # The library's exchange leaves the matrices alone.
   compressor, other = other_leaves(s, compressors.FROZEN)
   exchange = demo_optax.scale_by_demo(

@@ -394,6 +394,6 @@ def resolve_update_values(
   raise ValueError(
     f'update_values must be given for exchange={exchange!r}, got None. Give'
     " 'ternary' if the signs of updates are taken (optax.scale_by_sign,"
-    " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose losses"
+    " demo_optax.demo), else 'int8', 'int4' or 'sign', whose losses"
     " are sent later, or 'float32'."
   )

@@ -72,7 +72,7 @@ def index_bits(n, k):
   return min(k * int(np.ceil(np.log2(n))), n, *elias_fano)
 
 
-VALUE_BITS = {'bfloat16': 16, 'int8': 8, 'int4': 4, 'sign': 1}
+VALUE_BITS = {'int8': 8, 'int4': 4, 'sign': 1}
 
 
 def sent_bytes(chunks, n, k, values, itemsize):
@@ -120,10 +120,6 @@ def read_as(v, values):
   """What is read where the values `v` of one chunk were sent."""
   if values == 'float32':
     return v
-  if values == 'bfloat16':
-    cut = v.astype(np.float32)
-    rounded = np.array([to_bfloat16(x) for x in cut])
-    return np.where(np.abs(cut) < TINY, 0, rounded).astype(v.dtype)
   limit, v = LEVELS[values], np.where(np.abs(v) < TINY, 0, v)
   if values == 'sign':
     scale = mean_in_pairs(np.abs(v))

@@ -6,21 +6,20 @@ has one, to the last bit. With a chunk's values v, and its scale s in bfloat16:
 
     name      bits per value  per chunk  decoded as
     float32   32 (or 64)      0          v, in the momentum's dtype
-    bfloat16  16              0          v rounded to bfloat16
     int8      8               16         s round(v / s), s = max |v| / 127
     int4      4               16         the same, s = max |v| / 7
     sign      1               16         +s or -s, s = mean |v|
     ternary   1.6             0          -1, 0 or 1: for updates alone
 
-Levels are clipped to their range. Scales and bfloat16 values that are subnormal
-(below 2^-126) are decoded as zero. Values come clipped, so that no sum and no
+Levels are clipped to their range. Subnormal scales (below
+2^-126) are decoded as zero. Values come clipped, so that no sum and no
 product overflows: see `ChunkFormat.max_magnitude`.
 
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
 the program. So products level times scale are exact (8 bits times 8 bits),
 and sums are trees: elementwise additions. An inverse is a separate array.
-bfloat16 is made by `reduce_precision`: compilers may drop conversions.
+A bfloat16 is made by `reduce_precision`: compilers may drop conversions.
 """
 
 import dataclasses
@@ -67,26 +66,6 @@ class Exact(ValueCode):
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
     values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
     return values.reshape(words.shape[:-1])
-
-
-class BFloat16(ValueCode):
-  """Values rounded to bfloat16."""
-
-  @property
-  def parts(self) -> Parts:
-    return ((self.k, 16),)
-
-  def encode(self, values: Array) -> tuple[Array, Array]:
-    rounded = _round(values.astype(jnp.float32))
-    return self.pack(_to_halves(rounded)), rounded.astype(values.dtype)
-
-  def decode(
-    self,
-    data: Array,
-    chunks: int,
-  ) -> Array:
-    (halves,) = self.unpack(data, chunks)  # [..., chunks, k]
-    return _from_halves(halves).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +122,7 @@ class Ternary(ValueCode):
     *lead, chunks, _ = values.shape
     size = self.words(chunks)
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
-    digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
+    digits = plain.pad_to(as_row(signs + 1), size * _PER_WORD)
     digits = digits.reshape(*lead, _PER_WORD, size)  # [..., 20, words]
     powers = lax.broadcast_to_rank(_POWERS, digits.ndim)  # [..., 20, 1]
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
@@ -154,16 +133,14 @@ class Ternary(ValueCode):
     data: Array,
     chunks: int,
   ) -> Array:
-    """Returns the signs; words that no signs encode to become zeros."""
     *lead, _ = data.shape
     words = data[..., None, :]  # [..., 1, words]
     powers = lax.broadcast_to_rank(_POWERS, words.ndim)
-    digits = words // powers % jnp.uint32(3)  # [..., 20, words]
-    known = words < jnp.uint32(3**_PER_WORD)
-    signs = jnp.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
+    # [..., 20, words]; digits also for words that no signs make.
+    digits = words // powers % 3
+    signs = digits.astype(self.dtype) - 1
     signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
-    signs = signs[..., : chunks * self.k].astype(self.dtype)
-    return signs.reshape(*lead, chunks, self.k)
+    return signs[..., : chunks * self.k].reshape(*lead, chunks, self.k)
 
 
 def _nearest_levels(
@@ -218,18 +195,17 @@ def _without_subnormals(x: Array) -> Array:
 
 def _to_halves(x: Array) -> Array:
   """Returns the upper 16 bits of float32, a bfloat16, as uint32."""
-  return lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
+  return lax.bitcast_convert_type(x, jnp.uint32) >> 16
 
 
 def _from_halves(halves: Array) -> Array:
   """Undoes `_to_halves`, without subnormals."""
-  x = lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
+  x = lax.bitcast_convert_type(halves << 16, jnp.float32)
   return _without_subnormals(x)
 
 
 CODES: dict[str, Callable[[str, int], ValueCode]] = {
   'float32': Exact,
-  'bfloat16': BFloat16,
   'int8': lambda dtype, k: Scaled(dtype, k, 8, 127, 1, _nearest_levels),
   'int4': lambda dtype, k: Scaled(dtype, k, 4, 7, 1, _nearest_levels),
   'sign': lambda dtype, k: Scaled(dtype, k, 1, 1, 2, _signs),
@@ -237,6 +213,6 @@ CODES: dict[str, Callable[[str, int], ValueCode]] = {
 }
 
 # Codes of updates; those of them without error feedback; codes of coefficients.
-UPDATE_VALUES = 'float32', 'bfloat16', 'int8', 'int4', 'sign', 'ternary'
+UPDATE_VALUES = 'float32', 'int8', 'int4', 'sign', 'ternary'
 WITHOUT_RESIDUAL = 'float32', 'ternary'
 VALUES = UPDATE_VALUES[:-1]

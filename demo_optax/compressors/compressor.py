@@ -23,10 +23,6 @@ from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.selectors import Selector
 
-# Value codes without a scale per chunk: dense values need no chunks.
-_UNSCALED = ('float32', 'bfloat16')
-
-
 # What a bucket of leaves has in its rows; see `layout.Bucket`.
 Content = Literal['chunks', 'whole', 'dense']
 
@@ -48,7 +44,7 @@ class LeafChunks:
     """What its bucket has in its rows."""
     if not self.grid.whole:
       return 'chunks'
-    return 'dense' if self.format.values in _UNSCALED else 'whole'
+    return 'dense' if self.format.values == 'float32' else 'whole'
 
 
 class _Candidate(NamedTuple):
@@ -167,8 +163,8 @@ class Compressor:
       return sparse
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
-    # A scale belongs to a chunk; values without one need no chunks.
-    if grid.num_chunks == 1 or self.values in _UNSCALED:
+    # A scale belongs to a chunk; exact values need no chunks.
+    if grid.num_chunks == 1 or self.values == 'float32':
       grid = ChunkGrid(grid.shape, grid.shape, whole=True)
     n = grid.chunk_size
     dense = LeafChunks(
@@ -270,8 +266,8 @@ def dct_topk(
     chunk_size: longest side of a chunk, at least 1; or the longest sides along
       the last two dimensions: `(1, 256)` transforms rows, as for embeddings.
     topk: coefficients sent per chunk, at least 1.
-    values: `'float32'` (32 bits per value, exact), `'bfloat16'` (16), `'int8'`
-      (8, and a scale per chunk), `'int4'` (4, same) or `'sign'` (1, same).
+    values: `'float32'` (32 bits per value, exact), `'int8'` (8, and a scale
+      per chunk), `'int4'` (4, same) or `'sign'` (1, same).
     padding: cut a dimension into as few chunks as possible, the last one
       padded. False follows the published code, which takes the largest divisor,
       however small: it sends more than the gradient for a prime dimension.

@@ -197,13 +197,11 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, selections, unused in zip(packer.read, received, chunks):
+  for bucket, selections in zip(packer.read, received):
     update, count = arithmetic.merge(
       bucket,
       selections,
       config.average,
-      # A program that only decodes has no gradients.
-      unused if group.is_one_program else None,
     )
     merged.append(update)
     distinct.append(count)
@@ -385,11 +383,8 @@ def _averages(
     else:  # the first group
       summed = sums([*terms, *scalars], group.axis)
       totals, scalars = summed[: len(members)], summed[len(members) :]
-    count, *total_weight = scalars
     for i, total in zip(members, totals):
-      share = rounding.exact_reciprocal(count, group.size, total.dtype)
-      if total_weight:
-        share = rounding.reciprocal(total_weight[0], total.dtype)
+      share = rounding.share(1, scalars[-1], total.dtype)
       averages[i] = rounding.mul_no_fma(share, total)
   return averages, scalars[0]
 

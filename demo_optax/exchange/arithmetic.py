@@ -97,14 +97,12 @@ def merge(
   bucket: Bucket,
   received: Received,
   average: topk.Average,
-  unused: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and how many different coefficients were
-  sent, float32 `[]`. Pieces may be written over `unused`: zeros cost a pass.
-  Of places that all workers select, returns the averages `[rows, k]`: see
-  `place`.
+  sent, float32 `[]`. Of places that all workers select, returns the averages
+  `[rows, k]`: see `place`.
   """
   n, k = bucket.format.n, bucket.format.k
   if bucket.format.shared:
@@ -141,8 +139,6 @@ def merge(
   count = jnp.sum(received.valid, dtype=jnp.int32)
   zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
-  if unused is not None and unused.shape == updates.shape:
-    updates = plain.overwritten(unused, updates)
   carry = updates, jnp.zeros_like(received.values, jnp.float32, shape=())
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.

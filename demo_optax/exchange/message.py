@@ -4,7 +4,7 @@ The size of a message depends on shapes alone. Its parts, in order:
 
     for every format of chunks (n, k, dtype, value code):
       values    of all its chunks, [chunks, k], by the value code:
-                  float32, bfloat16: 32 (float64: 64) or 16 bits each
+                  float32: 32 bits each (float64: 64)
                   int8, int4, sign: 8, 4 or 1 bits each; then a bfloat16 scale
                   per chunk
       indices   of all its chunks, [chunks, k] in order, by the index code
@@ -298,9 +298,8 @@ class Packer:
       if num_valid is None:
         num_valid = count
       energies += end[1:END_WORDS].astype(jnp.float32)
-      share = rounding.exact_reciprocal(count, group.size, total.dtype)
-      if self.weighted:
-        share = rounding.reciprocal(end[-1], total.dtype)
+      of_all = end[-1] if self.weighted else count
+      share = rounding.share(1, of_all, total.dtype)
       mean = rounding.mul_no_fma(share, total)
       buckets = [self.read[number] for number in members]
       parts = split(mean, [bucket.num_sent for bucket in buckets], axis=0)

@@ -23,7 +23,7 @@ def pack_bits(
   numbers: Array,
   width: int,
 ) -> Array:
-  """Packs numbers below `2**width`, 1 to 32 bits, into uint32 words.
+  """Packs numbers below `2**width`, 1 to 31 bits, into uint32 words.
 
   Takes uint32 `[..., count]`; returns `[..., words]`. A number is cut
   into parts with 16, 8, 4, 2 or 1 bits, the lowest bits first: 7 bits into 1, 2
@@ -36,7 +36,7 @@ def pack_bits(
   for part in _parts(width):
     per_word = _WORD // part
     words = -(-count // per_word)
-    x = (numbers >> jnp.uint32(start)) & jnp.uint32(2**part - 1)
+    x = (numbers >> start) & (2**part - 1)
     # [..., numbers of a word, words]
     x = plain.pad_to(x, per_word * words).reshape(*lead, per_word, words)
     shifted = x << _first_bits(part, x.ndim)
@@ -58,9 +58,9 @@ def unpack_bits(
     last = first + packed_words(count, part)
     plane = words[..., None, first:last]  # [..., 1, words]
     # [..., numbers of a word, words]
-    x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
+    x = (plane >> _first_bits(part, plane.ndim)) & (2**part - 1)
     x = x.reshape(*lead, -1)[..., :count]  # without padding
-    numbers |= x << jnp.uint32(start)
+    numbers |= x << start
     first, start = last, start + part
   return numbers
 
@@ -129,7 +129,7 @@ def _place_in_word(
   """Returns where the `rank`-th one is in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
-    low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
+    low = (words >> place.astype(jnp.uint32)) & (2**width - 1)
     count = lax.population_count(low).astype(jnp.int32)
     above = rank >= count
     rank = jnp.where(above, rank - count, rank)

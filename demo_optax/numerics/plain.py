@@ -50,24 +50,6 @@ mlir.register_lowering(_put_p, mlir.lower_fun(_update, multiple_results=False))
 batching.primitive_batchers[_put_p] = _put_batched
 
 
-def overwritten(x: Array, zeros: Array) -> Array:
-  """Returns an array like `zeros` that will be written over: `x` if it can.
-
-  A mapped `x` would be an array for every worker.
-  """
-  return overwritten_p.bind(x, zeros)
-
-
-overwritten_p = core.Primitive('demo_optax_overwritten')
-overwritten_p.def_impl(lambda x, zeros: x)
-overwritten_p.def_abstract_eval(lambda x, zeros: zeros)
-mlir.register_lowering(overwritten_p, lambda context, x, zeros: [x])
-batching.primitive_batchers[overwritten_p] = lambda arrays, dims: (
-  arrays[1],
-  dims[1],
-)
-
-
 def unknown(
   numbers: Sequence[int], step: chex.Numeric
 ) -> Sequence[chex.Numeric]:

@@ -1,7 +1,6 @@
 """Arithmetic whose rounding does not depend on the program around it."""
 
 import jax.numpy as jnp
-import numpy as np
 from chex import Numeric
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -47,23 +46,15 @@ def bits_of(x: Array) -> Array:
   return lax.bitcast_convert_type(x, integers)
 
 
-def reciprocal(
+def share(
+  part: Numeric,
   total: Array,
   dtype: DTypeLike,
 ) -> Array:
-  """Returns `1 / total` for a sum of weights; 1 for a sum of zero."""
-  wide = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
-  return hidden(1 / wide, wide)
+  """Returns `part / total`, for a sum of weights or a count; of zero, as of 1.
 
-
-def exact_reciprocal(
-  count: Array,
-  most: int,
-  dtype: DTypeLike,
-) -> Array:
-  """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
-
-  Looked up, since compilers divide in one program and multiply in another.
+  Compilers divide by a number that they know in one program, and multiply by
+  its reciprocal in another.
   """
-  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
-  return jnp.asarray(inverse, dtype)[count]
+  total = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
+  return hidden(jnp.asarray(part, dtype) / total, total)

@@ -1,6 +1,5 @@
 """Optimizers in one line: chains of optax around the exchange."""
 
-from demo_optax.recipes.links import scale_to_unit_rms
 from demo_optax.recipes.matrices import (
   describe_matrices,
   muon_dimension_numbers,
@@ -13,5 +12,4 @@ __all__ = [
   'describe_matrices',
   'muon_compressors',
   'muon_dimension_numbers',
-  'scale_to_unit_rms',
 ]

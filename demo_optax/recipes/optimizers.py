@@ -21,10 +21,6 @@ from demo_optax.recipes.matrices import DimensionNumbersTree
 from demo_optax.transformation import scale_by_demo
 from demo_optax.workers import Workers, checks
 
-# Updates with a gradient were above 1e-4 in all models tried; a residual
-# without one loses a tenth per step.
-_MIN_RMS = 1e-8
-
 
 def demo(
   learning_rate: optax.ScalarOrSchedule,
@@ -162,8 +158,8 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
-  It chains `per_worker` around Muon, `scale_by_demo`, `scale_to_unit_rms` with
-  a scale (`optax.scale_by_rms` for leaves that are no matrices),
+  It chains `per_worker` around Muon, `scale_by_demo`, `links.scale_to_muon`
+  (`optax.scale_by_rms` for leaves that are no matrices),
   `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
 
   Example:
@@ -244,14 +240,10 @@ def demo_muon(
     own = links.own_muon(beta, mu_dtype, axes_tree, workers)
     own = optax.masked(own, matrices.tree_of(is_moved))
     # Sparse updates are shorter than what was orthonormalised.
-    to_size = optax.chain(
-      links.scale_to_unit_rms(axes_tree, _MIN_RMS),
-      links.scale_to_muon(axes, codes, decay, consistent_rms),
-    )
+    to_size = links.scale_to_muon(axes, codes, decay, consistent_rms)
     after = optax.partition(
       {
         'matrix': optax.chain(to_size, *descent),
-        'averaged': optax.chain(to_size, *descent),
         'other': optax.chain(_SECOND_MOMENT, *other_descent),
         'frozen': optax.set_to_zero(),
       },
@@ -315,9 +307,7 @@ def _label(
   """Returns which links of `demo_muon` are for a leaf."""
   if isinstance(code, Frozen):
     return 'frozen'
-  if axes is None:
-    return 'other'
-  return 'averaged' if code is None else 'matrix'
+  return 'other' if axes is None else 'matrix'
 
 
 def _made_from_params(

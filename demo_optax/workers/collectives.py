@@ -76,11 +76,6 @@ class Group:
   # Names and sizes of the axes inside a worker, the first one outermost.
   inner: tuple[tuple[str, int], ...] = ()
 
-  @property
-  def is_one_program(self) -> bool:
-    """Whether one program runs all workers."""
-    return not isinstance(self.axis, Programs)
-
   def send_and_receive(
     self, message: Mapping[str, jax.Array]
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
@@ -231,7 +226,6 @@ def mean_finite(
   default NaN. Scalars whose workers share a mesh with axes inside of them are
   added by all-reduces, which XLA joins: their order is its own.
   """
-  size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
 
   def mean_of(x: jax.Array) -> jax.Array:
     wide = vary(x.astype(_widened(x.dtype)), axis)
@@ -245,12 +239,9 @@ def mean_finite(
       added, number = jax.lax.psum(parts, axis)
     else:
       added, number = sums(parts, axis)
-    count = number.astype(jnp.int32)
-    # By a product: XLA divides by a constant in some programs, and multiplies
-    # by its reciprocal in others.
-    inverse = rounding.exact_reciprocal(count, size, added.dtype)
-    mean = (added * inverse).astype(x.dtype)
-    return jnp.where(count > 0, mean, jnp.full_like(mean, jnp.nan))
+    inverse = rounding.share(1, number, number.dtype)
+    mean = (added * inverse.astype(added.dtype)).astype(x.dtype)
+    return jnp.where(number > 0, mean, jnp.full_like(mean, jnp.nan))
 
   mean = without_types(mean_of, x)
   if otherwise is None:

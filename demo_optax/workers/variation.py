@@ -21,7 +21,6 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 
-from demo_optax.numerics import plain
 from demo_optax.workers.collectives import Axis, meet_p
 from demo_optax.workers.workers import Workers
 
@@ -223,8 +222,6 @@ class Follower:
         return _SAME, _SAME, _OWN
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
         return inputs  # each output has what is in its place
-      case plain.overwritten_p.name:
-        return inputs[1:]  # nothing stays of the first
       case 'new_ref' | 'empty_ref':
         raise ValueError(
           'A data_parallel step must not make mutable arrays, got jax.new_ref:'

@@ -125,11 +125,10 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
     # A worker is left out now and then.
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'values': 'int4', 'shapes': TWO}),
     (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
-    (3, 8, {'values': 'bfloat16', 'shapes': TWO}),
     # Everything is sent.
     *(
       (2, 4, {'values': values, 'topk': 90, 'shapes': TWO, **SECOND})
-      for values in ('bfloat16', 'sign')
+      for values in ('int8', 'sign')
     ),
     # Workers of unlike weights; of the last ones some do not count.
     (3, 8, {'weights': [3, 800, 45], 'values': 'int8', 'shapes': TWO}),

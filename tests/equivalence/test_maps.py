@@ -407,7 +407,6 @@ def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
   [
     (with_codes('int8'), 'auto'),
     (with_codes('sign'), 'pmap'),
-    (with_codes('bfloat16'), 'vmap'),
     (with_codes('int4'), '2x4 auto'),
     (owners('int8'), 'explicit'),
     (owners('sign'), 'step 2x4 auto'),

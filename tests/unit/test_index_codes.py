@@ -20,7 +20,7 @@ UNPACK = jax.jit(packing.unpack_bits, static_argnums=(1, 2))
 # One compilation for each width.
 @pytest.mark.parametrize(
   'width, count',
-  [(1, 60), (7, 33), (12, 1), (16, 32), (31, 5), (32, 9), (5, 0)],
+  [(1, 60), (7, 33), (12, 1), (16, 32), (31, 5), (5, 0)],
 )
 def test_packed_numbers_come_back(width, count):
   rng = np.random.default_rng(width)
