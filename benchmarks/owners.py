@@ -102,10 +102,11 @@ class Merging:
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
       packer, owners = config.packer, config.owners
+      step = jnp.zeros((), jnp.int32)
       received, report = packer.unpack({packer.name: arrived}, group)
       merged, distinct = zip(
         *[
-          arithmetic.merge(b, received[i], 'senders', jnp.zeros((), jnp.int32))
+          arithmetic.merge(b, received[i], 'senders', step)
           for i, b in enumerate(packer.read)
         ]
       )
@@ -118,7 +119,7 @@ class Merging:
         merged = [found[i] for i in range(len(merged))]
       updates = {}
       for i, x in enumerate(merged):
-        updates |= config.layout.cut(i, x)
+        updates |= config.layout.cut(i, x, step)
       return updates, report
 
     self.compiled = jax.jit(merge).lower(*self.inputs).compile()

@@ -294,7 +294,7 @@ def _sent_by_device(
     else:
       summed += num_bytes
   if owners is not None:
-    updates += owners.num_bytes * count
+    updates += 4 * math.prod(owners.words.shape) * count
   # What `average_gradients` gathers or adds up, uncompressed.
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   if config.weighted and averaged:

@@ -475,12 +475,12 @@ def _put_back(
   def add(
     given: tuple[list[jax.Array], dict[str, jax.Array]],
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    flat, buckets = [*given[0]], dict(given[1])
+    flat, buckets = [*given[0]], {}
     for number, bucket in enumerate(layout.buckets):
       if not bucket.error_feedback:
         continue
       # As of several workers: [1, rows, n], or [1, devices, rows, n].
-      momentum = buckets[bucket.name][None]
+      momentum = given[1][bucket.name][None]
       shared = {}
       for member in layout.members(number):
         update = flat[member][None].astype(momentum.dtype)

@@ -97,7 +97,7 @@ def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
   a, b = side(rows, limits[0], padding), side(cols, limits[1], padding)
   n, size = a * b, int(np.prod(shape))
   chunks = int(np.prod(batch)) * int(np.ceil(rows / a)) * int(np.ceil(cols / b))
-  whole = values not in LEVELS or chunks == 1
+  whole = values not in LEVELS
   dense = (1, size, size) if whole else (chunks, n, n)
   k = min(topk if of is None else int(np.ceil(topk * n / of)), n)
   some = sent_bytes(chunks, n, k, values, itemsize)

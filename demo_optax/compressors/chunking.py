@@ -3,7 +3,8 @@
 An array is folded to `[*batch, rows, cols]` and cut into chunks `[chunks, n]`,
 each a block with `n = row_length * col_length` elements in row-major order.
 Chunks are transformed into coefficients `[chunks, n]`. All steps are linear,
-and everything about a cut is static and lives in `ChunkGrid`.
+and everything about a cut is static and lives in `ChunkGrid`. What fills the
+last chunks is momentum as the rest, with gradients of zero; updates drop it.
 
 A sharded parameter is cut shard by shard: a `ChunkGrid` describes the array on
 one device, and no chunk spans two devices.

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -23,9 +23,6 @@ from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.selectors import Selector
 
-# What a bucket of leaves has in its rows; see `layout.Bucket`.
-Content = Literal['chunks', 'whole', 'dense']
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafChunks:
@@ -38,13 +35,6 @@ class LeafChunks:
   def num_bytes(self) -> int:
     """Bytes that the leaf takes in a message."""
     return self.format.num_bytes(self.grid.num_chunks)
-
-  @property
-  def content(self) -> Content:
-    """What its bucket has in its rows."""
-    if not self.grid.whole:
-      return 'chunks'
-    return 'dense' if self.format.values == 'float32' else 'whole'
 
 
 class _Candidate(NamedTuple):
@@ -65,7 +55,7 @@ class Compressor:
   Attributes:
     batch_dims: leading dimensions, such as layers or experts. No chunk has
       more than one entry along them.
-    period: None: momentum keeps what is not sent, or what `values` loses, for
+    period: 1: momentum keeps what is not sent, or what `values` loses, for
       later steps. From 2 on there is no momentum, and `decay`, `alpha` and
       `exchange_info` do not count: chunks are cut from what is taken at a step,
       one element in `period` of every column, the next at each step.
@@ -77,13 +67,17 @@ class Compressor:
   values: str = 'float32'
   padding: bool = True
   batch_dims: int = 0
-  period: int | None = None
+  period: int = 1
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
     _checks.check_choice('values', self.values, VALUES)
-    if self.period is not None:
-      _checks.check_positive('period', self.period, 2)
+    _checks.check_positive('period', self.period)
+
+  @property
+  def error_feedback(self) -> bool:
+    """Whether momentum keeps what is not sent, as error feedback."""
+    return self.period == 1
 
   def chunks(
     self,
@@ -113,7 +107,7 @@ class Compressor:
         self.chunk_size,
         padding=self.padding,
         fold=fold,
-        period=self.period or 1,
+        period=self.period,
       )
       chunks = self._smallest(grid, dtype, self.select)
       try:
@@ -159,12 +153,10 @@ class Compressor:
       grid,
       ChunkFormat(n, k, name, self.values, select.shared),
     )
-    if self.period is not None:
-      return sparse
-    if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
+    if not self.error_feedback:
       return sparse
     # A scale belongs to a chunk; exact values need no chunks.
-    if grid.num_chunks == 1 or self.values == 'float32':
+    if self.values == 'float32':
       grid = ChunkGrid(grid.shape, grid.shape, whole=True)
     n = grid.chunk_size
     dense = LeafChunks(

@@ -33,7 +33,6 @@ from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import (
   Compressor,
   CompressorTree,
-  Content,
   Frozen,
   LeafChunks,
   per_leaf,
@@ -53,8 +52,7 @@ _DENSE_ROW = 128
 class Bucket:
   """All chunks with one format, `[rows, n]` on each device.
 
-  Its `content` is `'chunks'`, transformed; `'whole'`, a leaf in each row,
-  untransformed; or `'dense'`, elements from all leaves in rows, without chunks.
+  If it is `dense`, its rows have elements from all leaves, without chunks.
   Leaves are replicated over the mesh axes `split_axes` inside a worker. Each
   device along them, `num_devices` in all, has a share of the chunks.
   """
@@ -64,7 +62,7 @@ class Bucket:
   basis: Basis
   format: ChunkFormat
   sides: tuple[int, int]  # rows and columns of a chunk
-  content: Content
+  dense: bool
   split_axes: tuple[str, ...]
   num_devices: int
   size: int  # chunks of all its leaves; elements, if dense
@@ -74,7 +72,7 @@ class Bucket:
   def num_chunks(self) -> int:
     """Chunks that one device sends."""
     rows = self.size
-    if self.content == 'dense':
+    if self.dense:
       rows = -(-rows // self.format.n)
     return -(-rows // self.num_devices)
 
@@ -86,7 +84,7 @@ class Bucket:
   @property
   def pieces(self) -> int:
     """Number of equal pieces on all platforms; CPUs take one at a time."""
-    if self.content != 'chunks':
+    if self.dense:
       return 1
     return -(-self.num_chunks * self.format.n // platform.PIECE)
 
@@ -104,29 +102,12 @@ class Bucket:
   @property
   def unit(self) -> tuple[int, ...]:
     """Shape of what leaf sizes and offsets count: chunks, or elements."""
-    return () if self.content == 'dense' else (self.format.n,)
-
-  @property
-  def _is_one_chunk(self) -> bool:
-    """Whether a dense bucket is sent as one chunk, without padding."""
-    return self.content == 'dense' and self.num_devices == 1
-
-  @property
-  def sent_format(self) -> ChunkFormat:
-    """The format in which one device sends chunks."""
-    if self._is_one_chunk:
-      return dataclasses.replace(self.format, n=self.size, k=self.size)
-    return self.format
-
-  @property
-  def sent_chunks(self) -> int:
-    """How many chunks one device sends."""
-    return 1 if self._is_one_chunk else self.num_chunks
+    return () if self.dense else (self.format.n,)
 
   @property
   def num_sent(self) -> int:
     """How many values one device sends."""
-    return self.sent_chunks * self.sent_format.k
+    return self.num_chunks * self.format.k
 
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket that one among several owners has."""
@@ -151,8 +132,8 @@ class Bucket:
 
     Owners with fewer chunks get zero chunks at indices 0..k-1.
     """
-    k = self.sent_format.k
-    shape = *owners, self.sent_chunks, k
+    k = self.format.k
+    shape = *owners, self.num_chunks, k
     x, size = x.reshape(-1), math.prod(shape)
     if size > len(x):
       fill = jnp.arange(k, dtype=x.dtype)
@@ -210,8 +191,9 @@ class Leaf:
   def size(self) -> int:
     """Chunks of one shard; elements, if dense."""
     assert self.chunks is not None
-    is_dense = self.chunks.content == 'dense'
-    return self.grid.chunk_size if is_dense else self.grid.num_chunks
+    if self.grid.whole:
+      return self.grid.chunk_size
+    return self.grid.num_chunks
 
   @property
   def record(self) -> Record:
@@ -288,7 +270,7 @@ class Layout:
     for i in self.compressed:
       # The bucket has what is read of the compressor.
       places.append(dataclasses.replace(self.leaves[i], compressor=None))
-    kinds = [(b.basis, b.content, b.split_axes) for b in self.buckets]
+    kinds = [(b.basis, b.dense, b.split_axes) for b in self.buckets]
     text = repr((places, kinds)).encode()
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
@@ -304,23 +286,22 @@ class Layout:
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
-    leaves = self.leaves
-    members = [i for i in self.compressed if leaves[i].bucket == number]
-    return sorted(members, key=lambda i: leaves[i].offset)
+    return [i for i in self.compressed if self.leaves[i].bucket == number]
 
-  def starts(self, step: Numeric = 0) -> Sequence[Numeric]:
-    """Returns where the leaves begin in their buckets.
+  def _starts(self, number: int, step: Numeric) -> Sequence[Numeric]:
+    """Returns where a bucket's leaves begin.
 
     With the `step` of a program, leaves of one shape share kernels on CPUs.
     """
-    return plain.unknown([leaf.offset for leaf in self.leaves], step)
+    offsets = [self.leaves[i].offset for i in self.members(number)]
+    return plain.unknown(offsets, step)
 
   def join(
     self,
     number: int,
     chunks: Mapping[int, Array],
     rows: int,
-    starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
 
@@ -328,9 +309,10 @@ class Layout:
     last leaf are zeros.
     """
     bucket = self.buckets[number]
-    members, starts = self.members(number), starts or self.starts()
     # [chunks, n] per leaf, or [elements] if dense
-    parts = [chunks[i].reshape(-1, *bucket.unit) for i in members]
+    parts = []
+    for i in self.members(number):
+      parts.append(chunks[i].reshape(-1, *bucket.unit))
     length = rows * bucket.format.n // math.prod(bucket.unit)
     missing = length - sum(map(len, parts))
     padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
@@ -338,24 +320,23 @@ class Layout:
       joined = jnp.concatenate([*parts, padding])
     else:
       joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
-      for i, part in zip(members, parts):
-        joined = plain.put(joined, part, starts[i])
+      for part, start in zip(parts, self._starts(number, step)):
+        joined = plain.put(joined, part, start)
     return joined.reshape(rows, bucket.format.n)
 
   def split(
     self,
     number: int,
     rows: Array,
-    starts: Sequence[Numeric] | None = None,
+    step: Numeric = 0,
   ) -> dict[int, Array]:
     """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
     # [chunks, n], or [elements] if dense
     units = rows.reshape(-1, *self.buckets[number].unit)
-    starts = starts or self.starts()
     chunks = {}
-    for i in self.members(number):
+    for i, start in zip(self.members(number), self._starts(number, step)):
       leaf = self.leaves[i]
-      of_leaf = lax.dynamic_slice_in_dim(units, starts[i], leaf.size)
+      of_leaf = lax.dynamic_slice_in_dim(units, start, leaf.size)
       chunks[i] = of_leaf.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
@@ -364,7 +345,6 @@ class Layout:
     number: int,
     shards: Mapping[int, Array],
     device: Array | int,
-    starts: Sequence[Numeric],
     step: Numeric,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
@@ -377,20 +357,19 @@ class Layout:
       shard = shards[i].astype(bucket.format.dtype)
       chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid, step)
     if bucket.num_devices == 1:
-      return self.join(number, chunks, bucket.rows, starts)
-    of_all = self.join(number, chunks, bucket.all_chunks, starts)
+      return self.join(number, chunks, bucket.rows, step)
+    of_all = self.join(number, chunks, bucket.all_chunks, step)
     return bucket.of_device(of_all, device)
 
   def cut(
     self,
     number: int,
     rows: Array,
-    starts: Sequence[Numeric],
     step: Numeric,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
-    for i, chunks in self.split(number, rows, starts).items():
+    for i, chunks in self.split(number, rows, step).items():
       shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
     return shards
 
@@ -435,7 +414,7 @@ def _empty_bucket(
 ) -> Bucket:
   """Returns a leaf's bucket, still without name and size."""
   chunk_format, sides = chunks.format, chunks.grid.sides
-  if chunks.content == 'dense':  # its rows come later
+  if chunks.grid.whole:  # its rows come later
     chunk_format = dataclasses.replace(chunk_format, n=1, k=1)
     sides = 1, 1
   return Bucket(
@@ -444,11 +423,11 @@ def _empty_bucket(
     basis=compressor.basis,
     format=chunk_format,
     sides=sides,
-    content=chunks.content,
+    dense=chunks.grid.whole,
     split_axes=tuple(split),
     num_devices=math.prod(split.values()),
     size=0,
-    error_feedback=compressor.period is None,
+    error_feedback=compressor.error_feedback,
   )
 
 
@@ -459,7 +438,7 @@ def _fit(
 ) -> Bucket:
   """Returns an empty bucket with its name, and rows for its leaves."""
   label = 'x'.join(map(str, bucket.sides))
-  if bucket.content == 'dense':
+  if bucket.dense:
     label = 'dense'
     # Even rows, so that each device sends little padding.
     share = -(-size // bucket.num_devices)

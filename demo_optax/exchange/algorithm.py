@@ -102,7 +102,7 @@ class ExchangeConfig:
   @functools.cached_property
   def owners(self) -> UpdatePacker | None:
     """Writes and reads updates; None if no chunk has an owner."""
-    if not self.num_owners or not self.packer.gathered:
+    if not self.num_owners or not self.packer.words.buckets:
       return None
     return UpdatePacker(
       self.layout.buckets,
@@ -145,34 +145,31 @@ def exchange(
   equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
-  devices, momentum = [], []
-  for bucket in buckets:
-    devices.append(group.device_index(bucket.split_axes))
-    momentum.append(state.momentum.get(bucket.name))
-
   # The gradients' chunks of each kind, [rows, n], from all leaves.
-  starts = layout.starts(hyper.step)
   chunks = []
-  for i, device in enumerate(devices):
-    chunks.append(layout.fill(i, gradients, device, starts, hyper.step))
+  for i, bucket in enumerate(buckets):
+    device = group.device_index(bucket.split_axes)
+    chunks.append(layout.fill(i, gradients, device, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
   valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper, weight))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
-  selected = []
-  for i, bucket in enumerate(buckets):
-    momentum[i], selection = arithmetic.accumulate_and_select(
+  momentum, selected = {}, []
+  for bucket, gradient in zip(buckets, chunks):
+    held, selection = arithmetic.accumulate_and_select(
       bucket,
-      chunks[i],
-      momentum[i],
+      gradient,
+      state.momentum.get(bucket.name),
       hyper.decay,
       hyper.gradient_weight,
       valid,
       hyper.step,
     )
     selected.append(selection)
+    if held is not None:
+      momentum[bucket.name] = held
 
   # The message, and the values [rows, k] that all workers decode from it.
   message, sent = packer.pack(selected, hyper.alpha, valid, weight)
@@ -183,14 +180,13 @@ def exchange(
   # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
   # does what did not reach the others.
   given = valid if included is None else valid & included
-  for i, bucket in enumerate(buckets):
-    if (held := momentum[i]) is None:
+  for bucket, values, selection in zip(buckets, sent, selected):
+    if (held := momentum.get(bucket.name)) is None:
       continue
-    leaving = rounding.mul_no_fma(hyper.alpha, sent[i])
+    leaving = rounding.mul_no_fma(hyper.alpha, values)
     leaving = jnp.where(given, leaving, 0)
-    indices = selected[i].indices
-    momentum[i] = arithmetic.subtract(
-      bucket, held, indices, leaving, hyper.step
+    momentum[bucket.name] = arithmetic.subtract(
+      bucket, held, selection.indices, leaving
     )
 
   received, report = packer.unpack(arrived, group)
@@ -202,6 +198,7 @@ def exchange(
       bucket,
       selections,
       config.average,
+      hyper.step,
     )
     merged.append(update)
     distinct.append(count)
@@ -217,23 +214,17 @@ def exchange(
 
   updates: dict[int, Array] = {}
   for i, (bucket, update) in enumerate(zip(buckets, merged)):
-    if bucket.format.shared:
-      update = arithmetic.place(bucket, update, hyper.step)
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, starts, hyper.step)
+    updates |= layout.cut(i, update, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
-  metrics = _metrics(layout, group, report)
-  by_name = {}
-  for bucket, held in zip(buckets, momentum):
-    if held is not None:
-      by_name[bucket.name] = held
-  state = WorkerState(by_name, residual)
+  metrics = _metrics(packer, group, report)
+  state = WorkerState(momentum, residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
@@ -364,44 +355,42 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  # A joint sum varies over every axis that any of its terms varies over: only
-  # leaves that are sharded over the same axes are summed together.
-  groups: dict[tuple[str, ...], list[int]] = {(): []}
-  for i in layout.averaged:
-    groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
-  averages = {}
-  scalars = [valid.astype(jnp.int32)]
+  terms = [jnp.ones((), jnp.int32)]
   if weight is not None:
-    scalars.append(jnp.where(valid, weight, 0))
-  for axes, members in groups.items():
-    terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    terms.append(weight)
+  for i in layout.averaged:
+    term = gradients[i].astype(layout.leaves[i].dtype)
     if weight is not None:
-      terms = [rounding.mul_no_fma(weight, term) for term in terms]
-    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
-    if axes:
-      totals = sums(terms, group.axis)
-    else:  # the first group
-      summed = sums([*terms, *scalars], group.axis)
-      totals, scalars = summed[: len(members)], summed[len(members) :]
-    for i, total in zip(members, totals):
-      share = rounding.share(1, scalars[-1], total.dtype)
-      averages[i] = rounding.mul_no_fma(share, total)
-  return averages, scalars[0]
+      term = rounding.mul_no_fma(weight, term)
+    terms.append(term)
+  terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
+  count, *totals = sums(terms, group.axis)
+  total_weight = count
+  if weight is not None:
+    total_weight, *totals = totals
+  averages = {}
+  for i, total in zip(layout.averaged, totals):
+    share = rounding.share(1, total_weight, total.dtype)
+    averages[i] = rounding.mul_no_fma(share, total)
+  return averages, count
 
 
 def _metrics(
-  layout: Layout,
+  packer: Packer,
   group: Group,
   report: Report,
 ) -> Metrics:
   assert report.num_valid is not None
   valid = report.num_valid.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, distinct in zip(layout.buckets, report.distinct):
+  for i, (bucket, distinct) in enumerate(zip(packer.buckets, report.distinct)):
     k = bucket.format.k
     if not bucket.format.shared and k < bucket.format.n:
       of_all = valid * float(bucket.num_chunks * k)
-      senders += jnp.stack([of_all, distinct])
+      # Rows that fill a bucket count as sent by all.
+      rows = packer.read[i].rows * (packer.num_owners or 1)
+      filling = (rows - bucket.num_chunks) * k * jnp.minimum(valid, 1)
+      senders += jnp.stack([of_all, distinct - filling])
   held, sent, stays, all_sent, different = group.over_devices(
     lax.psum,
     jnp.concatenate([report.energies, senders]),

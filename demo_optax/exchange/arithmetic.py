@@ -32,42 +32,37 @@ def accumulate_and_select(
     momentum: jax.Array | None, start: chex.Numeric, rows: int
   ) -> Any:
     c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
-    if bucket.content == 'chunks':
+    if not bucket.dense:
       c = chunking.transform(c, bucket.sides, bucket.basis)
     if momentum is not None:
       old = _load(momentum, start, rows)
       c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
       momentum = _store(momentum, c, start)
-    return momentum, _chosen(bucket, c, step)
+    return momentum, _select(bucket, c, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
   shape = bucket.rows, bucket.format.k
   indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
   held = jnp.zeros((), jnp.float32)
   if momentum is not None:
-    held = energy(momentum)
+    held = energy(momentum)[0]
   return momentum, Selected(indices, values, held)
 
 
-def _chosen(
+def _select(
   bucket: Bucket, c: jax.Array, step: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-  """Returns indices `[rows, k]` to send, if they must be, and the values."""
-  if bucket.format.k == bucket.format.n:
+  """Returns the indices `[rows, k]` that are sent, if not all, and values."""
+  n = bucket.format.n
+  if bucket.format.k == n:
     return None, c
-  if bucket.format.shared:
-    return None, _take_shared(bucket, c, step)
-  indices = _select(bucket, c, step)
+  indices = _places(bucket, c, step)
   values = topk.take(c, indices)
-  return indices, _or_nan(bucket, indices, values)
-
-
-def _or_nan(bucket: Bucket, indices: jax.Array, values: jax.Array) -> jax.Array:
-  """Replaces values outside of their chunks by NaN: it excludes the worker."""
-  if _is_sound(bucket):
-    return values
-  inside = (indices >= 0) & (indices < bucket.format.n)
-  return jnp.where(inside, values, jnp.full_like(values, jnp.nan))
+  if not _is_sound(bucket):
+    # What is read outside of a chunk excludes the worker.
+    inside = (indices >= 0) & (indices < n)
+    values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
+  return indices, values
 
 
 def subtract(
@@ -75,11 +70,8 @@ def subtract(
   momentum: jax.Array,
   indices: jax.Array | None,
   values: jax.Array,
-  step: jax.Array,
 ) -> jax.Array:
-  """Subtracts `values [rows, k]`, sent at a step, from momentum."""
-  if bucket.format.shared and bucket.format.k < bucket.format.n:
-    values = _spread_shared(bucket, values, step)
+  """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values)
 
@@ -97,23 +89,18 @@ def merge(
   bucket: Bucket,
   received: Received,
   average: topk.Average,
+  step: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and how many different coefficients were
-  sent, float32 `[]`. Of places that all workers select, returns the averages
-  `[rows, k]`: see `place`.
+  sent, float32 `[]`, also in rows that fill the bucket.
   """
   n, k = bucket.format.n, bucket.format.k
-  if bucket.format.shared:
-    return topk.merge(
-      None,
-      received.values,
-      received.valid,
-      k,
-      average,
-      weights=received.weights,
-    )
+  if bucket.format.shared and k < n:
+    indices = _places(bucket, jnp.zeros_like(received.values[0]), step)
+    indices = jnp.broadcast_to(indices, received.values.shape)
+    received = received._replace(indices=indices)
 
   def merge_piece(carry: Any, start: chex.Numeric, rows: int) -> Any:
     updates, distinct = carry
@@ -129,7 +116,7 @@ def merge(
       average,
       received.weights,
     )
-    if bucket.content == 'chunks':
+    if not bucket.dense:
       u = chunking.inverse(u, bucket.sides, bucket.basis)
     return (_store(updates, u, start), distinct + found), None
 
@@ -140,21 +127,7 @@ def merge(
   zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
   carry = updates, jnp.zeros_like(received.values, jnp.float32, shape=())
-  (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
-  # Padding rows count as sent; remove them.
-  padding = (bucket.rows - bucket.num_chunks) * k
-  someone = jnp.any(received.valid).astype(jnp.float32)
-  return updates, distinct - padding * someone
-
-
-def place(bucket: Bucket, merged: jax.Array, step: jax.Array) -> jax.Array:
-  """Returns update chunks `[rows, n]` of averages at shared places."""
-  c = merged
-  if bucket.format.k < bucket.format.n:
-    c = _spread_shared(bucket, merged, step)
-  if bucket.content == 'chunks':
-    c = chunking.inverse(c, bucket.sides, bucket.basis)
-  return c
+  return _in_pieces(bucket, merge_piece, carry)[0]
 
 
 def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
@@ -191,38 +164,19 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
   return plain.put(x, part, start)
 
 
-def _take_shared(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
-  """Returns the values `[rows, k]` that all workers select at a step."""
-  indices = _shared_indices(bucket, step, len(c))
-  return _or_nan(bucket, indices, topk.take(c, indices))
+def _places(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
+  """Returns int32 `[rows, k]`, ascending within a chunk, as messages need them.
 
-
-def _spread_shared(
-  bucket: Bucket, values: jax.Array, step: jax.Array
-) -> jax.Array:
-  """Undoes `_take_shared`, with zeros elsewhere; returns `[rows, n]`."""
-  n = bucket.format.n
-  zeros = jnp.zeros_like(values, shape=(len(values), n))
-  indices = _shared_indices(bucket, step, len(values))
-  return topk.subtract(zeros, indices, -values)
-
-
-def _shared_indices(bucket: Bucket, step: jax.Array, rows: int) -> jax.Array:
-  """Returns the ascending indices `[rows, k]` that all workers select."""
-  one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
-  return jnp.broadcast_to(_select(bucket, one, step), (rows, bucket.format.k))
-
-
-def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
-  """Returns int32 indices, ascending within a chunk, as messages need them.
-
-  Selectors may return any order and integer dtype, and negative indices.
+  Selectors may return any order and integer dtype, and negative indices. Those
+  that all workers select depend on the step alone.
   """
+  n, k, rows = bucket.format.n, bucket.format.k, len(c)
+  if bucket.format.shared:
+    c = jnp.zeros((1, n), c.dtype)
   indices = bucket.select(c, step).astype(jnp.int32)
-  if _is_sound(bucket):
-    return indices
-  n = bucket.format.n
-  return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
+  if not _is_sound(bucket):
+    indices = jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
+  return jnp.broadcast_to(indices, (rows, k))
 
 
 def _is_sound(bucket: Bucket) -> bool:

@@ -10,7 +10,7 @@ The size of a message depends on shapes alone. Its parts, in order:
       indices   of all its chunks, [chunks, k] in order, by the index code
                   that takes the fewest bits; absent if k == n, or if all
                   workers select the same
-    status      a word, 1 if the worker is valid in this exchange, else 0
+    status      float32, 1 if the worker is valid in this exchange, else 0
     energies    three float32: of the momentum, of its sent part, of the rest
     weight      float32, of the worker in all averages; absent without weights
     zeros       up to a multiple of 512 bytes, if a message is gathered
@@ -33,7 +33,6 @@ valid workers, the energies, and the weights, by which values are multiplied.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -65,8 +64,7 @@ SUMMED = 'sum_'
 class Selected(NamedTuple):
   """The selection from a bucket, on one device of one worker."""
 
-  # int32 [rows, k], ascending; None if k is n, or all workers select the same.
-  indices: Array | None
+  indices: Array | None  # int32 [rows, k], ascending; None if k is n
   values: Array  # [rows, k]
   energy: Array  # float32 [], the sum of squares of all that momentum holds
 
@@ -86,8 +84,105 @@ class Report(NamedTuple):
 
   num_valid: Array | None  # int32 []; None without buckets
   energies: Array  # float32 [ENERGIES], over valid workers
-  # Of each bucket float32 [], different coefficients; known once merged.
+  # Of each bucket float32 [], different coefficients, with those in rows that
+  # fill it; known once merged.
   distinct: Sequence[Array] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+  """Chunks of several buckets, and float32 scalars after them, as words."""
+
+  buckets: Mapping[int, Bucket]  # by number, as one reader has them
+  num_scalars: int
+  readers: tuple[int, ...] = ()  # how many, if each reads its own chunks
+
+  @functools.cached_property
+  def members(self) -> dict[ChunkFormat, list[int]]:
+    """Numbers of the buckets of each format, which are packed together."""
+    members: dict[ChunkFormat, list[int]] = {}
+    for number, bucket in self.buckets.items():
+      members.setdefault(bucket.format, []).append(number)
+    return members
+
+  def _counts(self, numbers: Sequence[int]) -> list[int]:
+    """Chunks that are sent of each bucket."""
+    return [self.buckets[number].num_chunks for number in numbers]
+
+  @property
+  def _sizes(self) -> list[int]:
+    """Words of each format, then of the scalars."""
+    sizes = []
+    for chunk_format, numbers in self.members.items():
+      sizes.append(chunk_format.words(sum(self._counts(numbers))))
+    return [*sizes, self.num_scalars]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the array of words: rows, if all readers read the same."""
+    words = sum(self._sizes)
+    return (*self.readers, words) if self.readers else (-(-words // ROW), ROW)
+
+  def encode(
+    self,
+    selected: Mapping[int, tuple[Array | None, Array]],
+  ) -> tuple[list[Array], dict[int, Array]]:
+    """Writes indices and values `[rows, k]` of all buckets.
+
+    Returns the words of each format, uint32 `[*readers, words]`; and for each
+    bucket the values `[*readers, chunks, k]` that readers decode.
+    """
+    packed: list[Array] = []
+    decoded: dict[int, Array] = {}
+    for chunk_format, numbers in self.members.items():
+      all_values, all_indices = [], []  # [*readers, chunks, k] of each bucket
+      for number in numbers:
+        bucket, (indices, values) = self.buckets[number], selected[number]
+        all_values.append(bucket.strip(values, *self.readers))
+        if chunk_format.index_code and indices is not None:
+          all_indices.append(bucket.strip(indices, *self.readers))
+      joined = None
+      if all_indices:
+        joined = jnp.concatenate(all_indices, axis=-2)
+      values = jnp.concatenate(all_values, axis=-2)
+      words, read = chunk_format.encode(joined, values)
+      packed.append(words)
+      parts = split(read, self._counts(numbers), axis=-2)
+      decoded.update(zip(numbers, parts))
+    return packed, decoded
+
+  def join(self, packed: Sequence[Array], scalars: Array) -> Array:
+    """Returns all words, with float32 scalars after those of `encode`."""
+    end = lax.bitcast_convert_type(scalars, jnp.uint32)
+    end = jnp.broadcast_to(end, (*self.readers, *end.shape))
+    words = jnp.concatenate([*packed, end], axis=-1)  # [*readers, words]
+    return words if self.readers else as_rows(words)
+
+  def decode(
+    self, words: Array
+  ) -> tuple[dict[int, tuple[Array | None, Array]], list[Array], Array]:
+    """Reads the words of several senders, uint32 `[senders, ...]`.
+
+    Returns indices and values `[senders, chunks, k]` by bucket number; for each
+    format whose chunks are sound, bool `[senders]`; and float32 `[senders,
+    scalars]`.
+    """
+    flat = words.reshape(len(words), -1)
+    *parts, end, _ = jnp.split(flat, np.cumsum(self._sizes), axis=1)
+    all_sound: list[Array] = []
+    selections: dict[int, tuple[Array | None, Array]] = {}
+    for part, (chunk_format, numbers) in zip(parts, self.members.items()):
+      counts = self._counts(numbers)
+      # [senders, chunks, k] of all members together
+      indices, values, sound = chunk_format.decode(part, sum(counts))
+      all_sound.append(sound)
+      several: Sequence[Array | None] = [None] * len(numbers)
+      if indices is not None:
+        several = split(indices, counts, axis=-2)
+      pairs = zip(several, split(values, counts, axis=-2))
+      selections.update(zip(numbers, pairs))
+    scalars = lax.bitcast_convert_type(end, jnp.float32)
+    return selections, all_sound, scalars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +198,6 @@ class Packer:
     """Name of the words in a message."""
     return TO_OWNERS if self.num_owners else GATHERED
 
-  @property
-  def _owners(self) -> tuple[int, ...]:
-    """The axis of owners that arrays in a message have, if any."""
-    return (self.num_owners,) if self.num_owners else ()
-
   @functools.cached_property
   def read(self) -> tuple[Bucket, ...]:
     """The part of each bucket that one worker reads."""
@@ -119,13 +209,14 @@ class Packer:
     return tuple(parts)
 
   @functools.cached_property
-  def gathered(self) -> dict[ChunkFormat, list[int]]:
-    """Numbers of the buckets of each format, which are packed together."""
-    members: dict[ChunkFormat, list[int]] = {}
+  def words(self) -> Words:
+    """What is not summed."""
+    written = {}
     for number, bucket in enumerate(self.read):
       if not bucket.format.summed:
-        members.setdefault(bucket.sent_format, []).append(number)
-    return members
+        written[number] = bucket
+    readers = (self.num_owners,) if self.num_owners else ()
+    return Words(written, END_WORDS + self.weighted, readers)
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
@@ -136,35 +227,17 @@ class Packer:
         members.setdefault(bucket.format.dtype, []).append(number)
     return members
 
-  def _chunks(self, members: Sequence[int]) -> list[int]:
-    """Chunks that are sent of each bucket."""
-    return [self.read[number].sent_chunks for number in members]
-
-  @property
-  def _words(self) -> list[int]:
-    """Words of the buckets of each format."""
-    sizes = []
-    for chunk_format, members in self.gathered.items():
-      sizes.append(chunk_format.words(sum(self._chunks(members))))
-    return sizes
-
   @property
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays in the message of one device."""
-    end = END_WORDS + self.weighted
     arrays = {}
-    if self.gathered:
-      words = sum(self._words) + end
-      shape: tuple[int, ...] = -(-words // ROW), ROW
-      if self.num_owners:
-        shape = self.num_owners, words
-      arrays[self.name] = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    if self.words.buckets:
+      arrays[self.name] = jax.ShapeDtypeStruct(self.words.shape, jnp.uint32)
     for dtype, members in self.summed.items():
-      length = sum(self.read[number].num_sent for number in members) + end
+      length = sum(self.read[number].num_sent for number in members)
+      length += END_WORDS + self.weighted
       arrays[SUMMED + dtype] = jax.ShapeDtypeStruct((length,), dtype)
     return arrays
-
-  # Packing --------------------------------------------------------------------
 
   def pack(
     self,
@@ -179,74 +252,30 @@ class Packer:
     receivers decode.
     """
     sent = [selection.values for selection in selected]
+    status = valid.astype(jnp.float32)[None]
     own_weight = [] if weight is None else [weight[None]]  # float32 [1]
     message = {}
-    if self.gathered:
-      packed = []
-      for chunk_format, members in self.gathered.items():
-        words, decoded = self._encode(chunk_format, members, selected)
-        packed.append(words)
-        for number, values in zip(members, decoded):
-          sent[number] = values
-      gathered = list(itertools.chain(*self.gathered.values()))
-      energies = self._energies(gathered, selected, sent, alpha)
-      scalars = jnp.concatenate([energies, *own_weight])
-      message[self.name] = self._join_words(packed, valid, scalars)
+    if written := self.words.buckets:
+      packed, decoded = self.words.encode({i: selected[i][:2] for i in written})
+      for number, values in decoded.items():
+        bucket = self.buckets[number]
+        flat = values.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
+        sent[number] = bucket.unstrip(flat)[0]
+      energies = self._energies(list(written), selected, sent, alpha)
+      scalars = jnp.concatenate([status, energies, *own_weight])
+      message[self.name] = self.words.join(packed, scalars)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
       energies = jnp.where(jnp.isfinite(energies), energies, 0)
-      one = jnp.ones((1,), dtype)
       vectors = []
       for number in members:
         vectors.append(self.buckets[number].strip(sent[number]).reshape(-1))
       if weight is not None:
         vectors = [rounding.mul_no_fma(weight, vector) for vector in vectors]
-      scalars = jnp.concatenate([energies, *own_weight]).astype(dtype)
-      vector = jnp.concatenate([*vectors, one, scalars])
+      scalars = jnp.concatenate([status, energies, *own_weight])
+      vector = jnp.concatenate([*vectors, scalars.astype(dtype)])
       message[SUMMED + dtype] = jnp.where(valid, vector, 0)
     return message, sent
-
-  def _encode(
-    self,
-    chunk_format: ChunkFormat,
-    members: Sequence[int],
-    selected: Sequence[Selected],
-  ) -> tuple[Array, list[Array]]:
-    """Writes all buckets of one format as uint32 `[*owners, words]`.
-
-    Returns also the values `[rows, k]` that receivers decode of each.
-    """
-    all_values, all_indices = [], []  # [*owners, chunks, k] of each bucket
-    for number in members:
-      bucket, (indices, values, _) = self.read[number], selected[number]
-      all_values.append(bucket.strip(values, *self._owners))
-      if indices is not None:
-        all_indices.append(bucket.strip(indices, *self._owners))
-    joined = None
-    if all_indices:
-      joined = jnp.concatenate(all_indices, axis=-2)
-    values = jnp.concatenate(all_values, axis=-2)
-    words, decoded = chunk_format.encode(joined, values)
-    sent = []
-    parts = split(decoded, self._chunks(members), axis=-2)
-    for number, part in zip(members, parts):
-      bucket = self.buckets[number]
-      without_padding = part.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
-      sent.append(bucket.unstrip(without_padding)[0])
-    return words, sent
-
-  def _join_words(
-    self,
-    packed: Sequence[Array],
-    valid: Array,
-    scalars: Array,
-  ) -> Array:
-    """Joins the words of all formats, the status and float32 `scalars`."""
-    bits = lax.bitcast_convert_type(scalars, jnp.uint32)
-    end = jnp.concatenate([valid.astype(jnp.uint32)[None], bits])
-    end = jnp.broadcast_to(end, (*self._owners, *end.shape))
-    words = jnp.concatenate([*packed, end], axis=-1)  # [*owners, words]
-    return words if self.num_owners else as_rows(words)
 
   def _energies(
     self,
@@ -265,17 +294,16 @@ class Packer:
       if not self.buckets[number].error_feedback:
         continue
       _, values, held = selected[number]
-      chunk_format = self.buckets[number].format
-      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
-      if chunk_format.k < chunk_format.n:
-        stays += jnp.maximum(held - energy(values), 0)
-      energies = jnp.stack([held, energy(sent[number]), stays])
+      lost = values - rounding.mul_no_fma(alpha, sent[number])
+      of_all = energy(values, sent[number], lost)
+      stays = of_all[2]
+      if self.buckets[number].format.k < self.buckets[number].format.n:
+        stays += jnp.maximum(held - of_all[0], 0)
+      energies = jnp.stack([held, of_all[1], stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
       sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
       total += energies
     return total
-
-  # Unpacking ------------------------------------------------------------------
 
   def unpack(
     self, arrived: Message, group: Group
@@ -284,9 +312,9 @@ class Packer:
     received: dict[int, Received] = {}
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
-    if self.gathered:
-      words = arrived[self.name].reshape(group.size, -1)
-      received, valid, sent = self._read_words(words, group)
+    if self.words.buckets:
+      received, sent = self._read_words(arrived[self.name], group)
+      valid = next(iter(received.values())).valid
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       sent = jnp.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
       energies += jnp.sum(sent, axis=0)
@@ -304,48 +332,35 @@ class Packer:
       buckets = [self.read[number] for number in members]
       parts = split(mean, [bucket.num_sent for bucket in buckets], axis=0)
       for number, bucket, part in zip(members, buckets, parts):
-        values = bucket.unstrip(part.reshape(1, -1, bucket.sent_format.k))
+        values = bucket.unstrip(part[None])
         received[number] = Received(None, values, count[None] > 0)
     in_order = [received[number] for number in range(len(self.buckets))]
     return in_order, Report(num_valid, energies)
 
   def _read_words(
     self, words: Array, group: Group
-  ) -> tuple[dict[int, Received], Array, Array]:
-    """Reads uint32 `[workers, words]`.
+  ) -> tuple[dict[int, Received], Array]:
+    """Reads uint32 `[workers, ...]`.
 
-    Returns the selections by bucket number; whose messages count, bool
-    `[workers]`; and the energies that they sent, `[workers, ENERGIES]`.
+    Returns the selections by bucket number, and the energies that workers sent,
+    `[workers, ENERGIES]`.
     """
-    *parts, end = jnp.split(words, np.cumsum(self._words), axis=1)
-    good = [end[:, 0] == 1]
-    selections = {}
-    for part, (chunk_format, members) in zip(parts, self.gathered.items()):
-      counts = self._chunks(members)
-      # [workers, chunks, k] of all members together
-      indices, values, sound = chunk_format.decode(part, sum(counts))
-      good.append(sound)
-      several: Sequence[Array | None] = [None] * len(members)
-      if indices is not None:
-        several = split(indices, counts, axis=-2)
-      of_each = zip(members, several, split(values, counts, axis=-2))
-      for number, own_indices, own_values in of_each:
-        bucket = self.read[number]
-        first = jnp.arange(bucket.format.k, dtype=jnp.int32)
-        if own_indices is not None:
-          own_indices = bucket.unstrip(own_indices, first)
-        selections[number] = own_indices, bucket.unstrip(own_values)
-    scalars = lax.bitcast_convert_type(end[:, 1:], jnp.float32)
-    energies, weights = scalars[:, :ENERGIES], None
+    selections, sound, scalars = self.words.decode(words)
+    good, weights = [*sound, scalars[:, 0] == 1], None
     if self.weighted:
-      weights = scalars[:, ENERGIES]
+      weights = scalars[:, END_WORDS]
       good.append(is_weight(weights))
     # A damaged message may have reached only one device of a worker.
     valid = group.all_devices(plain.every(good))
     received = {}
-    for number, selection in selections.items():
-      received[number] = Received(*selection, valid, weights)
-    return received, valid, energies
+    for number, (indices, values) in selections.items():
+      bucket = self.read[number]
+      if indices is not None:
+        first = jnp.arange(bucket.format.k, dtype=jnp.int32)
+        indices = bucket.unstrip(indices, first)
+      values = bucket.unstrip(values)
+      received[number] = Received(indices, values, valid, weights)
+    return received, scalars[:, 1:END_WORDS]
 
 
 def is_weight(x: Array) -> Array:
@@ -358,23 +373,27 @@ def as_rows(words: Array) -> Array:
   return jnp.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
-def energy(x: Array) -> Array:
-  """Returns the sum of squares of `[rows, ...]`, float32 `[]`.
+def energy(*arrays: Array) -> Array:
+  """Returns the sum of squares of each array `[rows, n]`, float32 `[arrays]`.
 
   An estimate by a part of many rows: a metric is not worth a pass over memory.
   """
-  part = x
-  if len(x) >= 2 * _SAMPLE:
+  rows = len(arrays[0])
+  parts = list(arrays)
+  if rows >= 2 * _SAMPLE:
     # By steps of the golden ratio: no period of the rows is in step with them.
-    places = np.arange(_SAMPLE) * _GOLDEN % 1 * len(x)
-    part = x.at[np.unique(places.astype(np.int32))].get(
-      indices_are_sorted=True,
-      unique_indices=True,
-      mode='promise_in_bounds',
-      wrap_negative_indices=False,
-    )
-  total = jnp.sum(jnp.square(part), dtype=jnp.float32)
-  return total * (len(x) / len(part))
+    steps = np.arange(_SAMPLE) * _GOLDEN % 1 * rows
+    places = np.unique(steps.astype(np.int32))
+    for i, x in enumerate(arrays):
+      parts[i] = x.at[places].get(
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode='promise_in_bounds',
+        wrap_negative_indices=False,
+      )
+  squares = jnp.square(jnp.stack(parts))  # [arrays, rows, n]
+  total = jnp.sum(squares, axis=(1, 2), dtype=jnp.float32)
+  return total * (rows / len(parts[0]))
 
 
 def split(

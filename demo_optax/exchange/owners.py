@@ -1,14 +1,10 @@
-"""Encodes the merged updates that owners of chunks broadcast.
+"""Updates that owners of chunks broadcast.
 
 Every worker owns a share of the chunks. It merges what all workers selected
-from them, inverts the transform, and broadcasts one uint32 array:
-
-    for every bucket:
-      values    of the owner's chunks, [chunks, n], by a value code (`values`);
-                [chunks, k] of the places that all workers select
-    report      float32: valid workers, the energies of all messages, and for
-                every bucket how many different coefficients were sent
-    zeros       up to a multiple of 512 bytes
+from them, inverts the transform, and broadcasts one array of `Words`: for every
+bucket the values of its chunks, [chunks, n], by a value code; then float32: how
+many workers are valid, the energies of all messages, and for every bucket how
+many different coefficients were sent.
 
 The owner keeps the code's losses and adds them to its next update.
 """
@@ -19,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
+from demo_optax.exchange.message import END_WORDS, Report, Words
+from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
 
@@ -33,8 +29,7 @@ from demo_optax.workers import Group
 class UpdatePacker:
   """Packs updates for one owner's chunks, and unpacks those from all owners.
 
-  Buckets whose values are summed have no owners and are skipped. Where all
-  workers select the same places, updates of these alone are written.
+  Buckets whose values are summed have no owners and are skipped.
   """
 
   buckets: tuple[Bucket, ...]
@@ -42,40 +37,26 @@ class UpdatePacker:
   values: str  # one of UPDATE_VALUES
 
   @functools.cached_property
-  def shares(self) -> dict[int, Bucket]:
-    """By bucket number, the part that one owner writes."""
+  def words(self) -> Words:
+    """What one owner writes."""
     shares = {}
     for number, bucket in enumerate(self.buckets):
       if bucket.format.summed:
         continue
-      # Of a chunk after merging, without places that no worker selects.
-      size = bucket.format.k if bucket.format.shared else bucket.format.n
-      everything = ChunkFormat(size, size, bucket.format.dtype, self.values)
+      n, dtype = bucket.format.n, bucket.format.dtype
       share = bucket.share(self.num_owners)
+      everything = ChunkFormat(n, n, dtype, self.values)
       shares[number] = dataclasses.replace(share, format=everything)
-    return shares
-
-  @property
-  def _sizes(self) -> list[int]:
-    """Words for the updates in each bucket, then for the report."""
-    sizes = []
-    for share in self.shares.values():
-      sizes.append(share.format.words(share.num_chunks))
-    return [*sizes, 1 + ENERGIES + len(self.shares)]
-
-  @property
-  def num_bytes(self) -> int:
-    """Bytes that one owner broadcasts."""
-    return 4 * ROW * -(-sum(self._sizes) // ROW)
+    return Words(shares, END_WORDS + len(shares))
 
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """An owner's residuals by bucket name, as shapes and dtypes."""
-    residuals = {}
-    if self.values not in WITHOUT_RESIDUAL:
-      for number, share in self.shares.items():
-        if self.buckets[number].format.shared:
-          continue  # the next updates have other places
+    residuals: dict[str, jax.ShapeDtypeStruct] = {}
+    if self.values in WITHOUT_RESIDUAL:
+      return residuals
+    for share in self.words.buckets.values():
+      if share.error_feedback:  # else the next updates have other places
         shape = share.num_chunks, share.format.n
         residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
     return residuals
@@ -94,55 +75,46 @@ class UpdatePacker:
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
-    packed, kept = [], {}
-    for number, share in self.shares.items():
+    written: dict[int, tuple[None, Array]] = {}
+    for number, share in self.words.buckets.items():
       update = updates[number][: share.num_chunks]
-      old = residuals.get(share.name)
-      if old is not None:
+      if (old := residuals.get(share.name)) is not None:
         zeros = jnp.zeros_like(update)
         update = jnp.where(someone, update + old, zeros)
-      words, decoded = share.format.encode(None, update)
-      packed.append(words)
-      if old is not None:
-        kept[share.name] = jnp.where(someone, update - decoded, old)
+      written[number] = None, update
+    packed, decoded = self.words.encode(written)
+    kept = {}
+    for number, share in self.words.buckets.items():
+      if (old := residuals.get(share.name)) is not None:
+        lost = written[number][1] - decoded[number]
+        kept[share.name] = jnp.where(someone, lost, old)
     count = report.num_valid.astype(jnp.float32)[None]
-    distinct = jnp.stack([report.distinct[number] for number in self.shares])
+    distinct = jnp.stack([report.distinct[i] for i in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
-    end = lax.bitcast_convert_type(scalars, jnp.uint32)
-    return as_rows(jnp.concatenate([*packed, end])), kept
+    return self.words.join(packed, scalars), kept
 
   def unpack(
     self,
-    data: Array,
+    words: Array,
     distinct: Sequence[Array],
     group: Group,
   ) -> tuple[dict[int, Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
     Returns the updates in each bucket, `[num_chunks, n]`, and the combined
-    report, with `distinct` for shared places.
+    report, with `distinct` for what is summed.
     """
-    words = data.reshape(self.num_owners, -1)
-    *parts, end, _ = jnp.split(words, np.cumsum(self._sizes), axis=1)
-    scalars = lax.bitcast_convert_type(end, jnp.float32)  # [owners, ...]
+    selections, sound, scalars = self.words.decode(words)
     # An owner that received a damaged message counts fewer workers than others.
     num_valid = jnp.min(scalars[:, 0]).astype(jnp.int32)
     num_valid = group.over_devices(lax.pmin, num_valid)
-    someone = num_valid > 0
-    updates = {}
-    for part, (number, share) in zip(parts, self.shares.items()):
-      # [owners, chunks, n]
-      _, values, sound = share.format.decode(part, share.num_chunks)
-      values = jnp.where(sound[:, None, None] & someone, values, 0)
-      chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
+    good = plain.every(sound) & (num_valid > 0)  # [owners]
+    totals = jnp.sum(scalars[:, END_WORDS:], axis=0)
+    updates, all_distinct = {}, list(distinct)
+    for (number, (_, values)), total in zip(selections.items(), totals):
+      values = jnp.where(good[:, None, None], values, 0)
+      chunks = values.reshape(-1, values.shape[-1])  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
-    totals = jnp.sum(scalars[:, 1 + ENERGIES :], axis=0)
-    all_distinct = list(distinct)
-    for (number, share), total in zip(self.shares.items(), totals):
-      bucket = self.buckets[number]
-      # Padding chunks of owners count as sent; remove them.
-      padding = self.num_owners * share.num_chunks - bucket.num_chunks
-      padding *= bucket.format.k
-      all_distinct[number] = total - padding * someone.astype(jnp.float32)
-    energies = jnp.max(scalars[:, 1 : 1 + ENERGIES], axis=0)
+      all_distinct[number] = total
+    energies = jnp.max(scalars[:, 1:END_WORDS], axis=0)
     return updates, Report(num_valid, energies, all_distinct)

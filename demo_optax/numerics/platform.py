@@ -139,6 +139,14 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
+def by_comparison(k: int) -> bool:
+  """Returns whether selections are compared with all places.
+
+  XLA:GPU joins this, of one place in each chunk, for all workers.
+  """
+  return of() == 'gpu' and k == 1
+
+
 def sorts_flags() -> bool:
   """Returns whether a sort joins flags. XLA:CPU copies ands into each use."""
   return of() == 'cpu'

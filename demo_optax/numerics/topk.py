@@ -110,9 +110,12 @@ def subtract(
   """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
+  n = coefficients.shape[1]
   if platform.by_product():
-    n = coefficients.shape[1]
     return coefficients - one_hot.spread(indices, values, n)
+  if platform.by_comparison(values.shape[1]):
+    places = jnp.arange(n, dtype=jnp.int32)
+    return coefficients - jnp.where(indices == places, values, 0)
   return coefficients.at[packing.row_numbers(indices), indices].add(
     -values,
     unique_indices=True,

@@ -73,7 +73,7 @@ def scale_to_muon(
       sent = compressor.chunks(shape, 'float32').format
       share = sent.k / sent.n
       waits = 1 / (1 - decay * (1 - share))
-      if compressor.period is not None:
+      if not compressor.error_feedback:
         waits = compressor.period
     rms = consistent_rms
     if rms is None:

@@ -256,7 +256,7 @@ def test_what_a_code_loses_is_sent_later(values, count):
   assert min(lost.values()) > 1e-4  # else nothing is shown below
   owed = {}
   for number, rows in enumerate(kept_by_owners(after).values()):
-    owed |= after.layout.layout.cut(number, jnp.asarray(rows))
+    owed |= after.layout.layout.cut(number, jnp.asarray(rows), 0)
   for i, name in enumerate(sorted(SHAPES)):
     np.testing.assert_allclose(
       found[name] + owed[i], exact[name], atol=1e-5 * size[name] + 1e-6

@@ -311,12 +311,11 @@ def test_what_is_replicated_inside_crosses_once():
   one = demo_optax.plan(params, COMPRESSOR, 2)
   buckets = exchange(many).init(params).layout.layout.buckets
   padding = sum(
-    f.num_bytes(4 * n) - f.num_bytes(bucket.size)
-    for bucket in buckets
-    if bucket.content != 'dense'
-    for f, n in [(bucket.sent_format, bucket.sent_chunks)]
+    b.format.num_bytes(4 * b.num_chunks) - b.format.num_bytes(b.size)
+    for b in buckets
+    if not b.dense
   )
-  (dense,) = (b for b in buckets if b.content == 'dense')
+  (dense,) = (b for b in buckets if b.dense)
   padding += 4 * (4 * math.prod(dense.shape) - dense.size)
   assert padding <= 4 * 3 * len(buckets) * 8
   row = 4 * ROW
