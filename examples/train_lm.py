@@ -22,6 +22,7 @@ import pathlib
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -300,7 +301,7 @@ def restore(
     step, state = checkpoints.restore(resize=args.resize)
     for name, saved in state['data'].items():
       if saved != now['data'][name]:
-        raise ValueError(f'the checkpoint is of a run with --{name} {saved}.')
+        raise ValueError(f'the checkpoint is of a run with another --{name}.')
   except (FileNotFoundError, ValueError) as error:
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     flags.refuse(f'--resume: {error}{hint}')
@@ -347,7 +348,7 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
   everything = {
     'model': model,
     'optimizer': optimizer,
-    'data': {**data, 'data': str(args.data)},
+    'data': {**data, 'data': zlib.crc32(corpus.train)},
   }
   checkpoints = checkpoint.Checkpointer(
     folder / 'checkpoints', everything, timeout=args.save_timeout

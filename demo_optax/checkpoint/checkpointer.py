@@ -213,7 +213,7 @@ def _target(
   dtype: str,
   wanted: Value,
 ) -> Value:
-  """Returns a target for Orbax's load: placed as wanted, if that is alike.
+  """Returns a target for Orbax's load: placed as wanted, if that is equal.
 
   Otherwise on the host, as keys are.
   """

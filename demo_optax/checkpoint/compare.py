@@ -76,11 +76,11 @@ def check_fits(
     line = f'{name}: {old} in the checkpoint, {new} here.'
     lines[_PROBLEMS[place]].append(line)
   text = ['The checkpoint must fit like, got one that differs.']
-  for problem, told in lines.items():
+  for problem, problem_lines in lines.items():
     # A few lines say which; the remedy is the same for all.
-    text += told[:4]
-    if told[4:]:
-      text.append(f'... and {len(told) - 4} more leaves.')
+    text += problem_lines[:4]
+    if problem_lines[4:]:
+      text.append(f'... and {len(problem_lines) - 4} more leaves.')
     text.append(remedies[problem])
   if lines:
     raise ValueError('\n'.join(text))
