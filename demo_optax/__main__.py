@@ -65,15 +65,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _described(params: chex.ArrayTree, args: argparse.Namespace) -> str:
-  """Returns tables and seconds, as the arguments ask."""
-  plans = _plans(params, args)
-  parts = [plans[0].table()]
-  for each in plans:
-    parts.append(each.totals())
-  if args.link_mbits is not None:
-    _checks.check_range('link_mbits', args.link_mbits, '(0, inf)')
-    for each in plans:
-      parts.append(_over_link(each, args))
+  """Returns a table, and bytes and seconds for each number of workers."""
+  # The optimizers differ in compressors, and in the code for updates.
+  compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+  update_values = 'ternary'
+  if args.optimizer == 'demo_muon':
+    compressor, update_values = muon_compressors(params), 'int4'
+  parts: list[str] = []
+  for workers in args.workers:
+    planned = plan(
+      params,
+      compressor,
+      workers,
+      exchange=args.exchange,
+      update_values=update_values,
+    )
+    if not parts:
+      parts.append(planned.table())
+    parts.append(planned.totals())
+    if args.link_mbits is not None:
+      parts.append(_over_link(planned, args))
   return '\n\n'.join(parts)
 
 
@@ -131,77 +142,28 @@ def _add_exchange(add: Callable[..., Any]) -> None:
 
 def _add_link(add: Callable[..., Any]) -> None:
   """Adds what decides about seconds."""
-  add(
-    '--link-mbits',
-    type=float,
-    metavar='RATE',
-    help='of a worker, in Mbit/s: prints seconds',
-  )
-  add(
-    '--latency-ms',
-    type=float,
-    default=0.0,
-    metavar='TIME',
-    help='of the link, one way, in milliseconds',
-  )
-  add(
-    '--step-ms',
-    type=float,
-    default=0.0,
-    metavar='TIME',
-    help='of a step without communication, in milliseconds',
-  )
-
-
-def _plans(
-  params: chex.ArrayTree,
-  args: argparse.Namespace,
-) -> list[Plan]:
-  """Returns a plan for each number of workers."""
-  # The optimizers differ in compressors, and in the code for updates.
-  compressor = compressors.dct_topk(
-    args.chunk,
-    args.topk,
-    values=args.values,
-  )
-  update_values = 'ternary'
-  if args.optimizer == 'demo_muon':
-    compressor, update_values = muon_compressors(params), 'int4'
-  plans = []
-  for workers in args.workers:
-    planned = plan(
-      params,
-      compressor,
-      workers,
-      exchange=args.exchange,
-      update_values=update_values,
-    )
-    plans.append(planned)
-  return plans
+  for name, default, what in (
+    ('--link-mbits', None, 'of a worker, in Mbit/s: prints seconds'),
+    ('--latency-ms', 0.0, 'of the link, one way, in milliseconds'),
+    ('--step-ms', 0.0, 'of a step without communication, in milliseconds'),
+  ):
+    add(name, type=float, metavar='NUMBER', default=default, help=what)
 
 
 def _over_link(plan: Plan, args: argparse.Namespace) -> str:
   """Returns seconds for communication and for a step, and what to do."""
-  ring = plan.num_workers - 1  # turns of an all-gather
-  turns = ring + (plan.update_bytes > 0)  # messages to owners go together
-
-  def seconds(num_bytes: float, turns: int) -> float:
-    rate = args.link_mbits * 1e6 / 8  # bytes in a second
-    return num_bytes / rate + turns * args.latency_ms / 1e3
-
-  step = args.step_ms / 1e3
-  ours = seconds(plan.received_bytes, turns)
-  narrow = seconds(plan.dense_bytes(2), 2 * ring)
+  _checks.check_range('link_mbits', args.link_mbits, '(0, inf)')
+  step, rate = args.step_ms / 1e3, args.link_mbits * 1e6 / 8  # bytes a second
   lines = [f'{plan.num_workers} workers, seconds per step (modelled):']
-  for name, taken in (
-    ('this exchange', ours),
-    ('all-reduce bfloat16', narrow),
-    ('all-reduce float32', seconds(plan.dense_bytes(4), 2 * ring)),
-  ):
+  seconds = []
+  for name, _, received, turns in plan.exchanges():
+    taken = received / rate + turns * args.latency_ms / 1e3
+    seconds.append(taken)
     lines.append(
       f'  {name:<20} {taken:>9.3g} of communication, {step + taken:>9.3g}'
       ' in all'
     )
+  ours, _, narrow = seconds
   # A tenth of the step is what makes a change worth its trouble.
   saved, whole = narrow - ours, step + narrow
   if saved >= 0.1 * whole:

@@ -95,6 +95,21 @@ class Plan:
     """Returns a ring all-reduce's bytes for the gradient, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
+  def exchanges(self) -> list[tuple[str, float, float, int]]:
+    """Returns this exchange, and dense ones: bytes sent, received, turns.
+
+    What is sent in one turn waits for the latency of a link together.
+    """
+    ring = self.num_workers - 1  # turns of an all-gather
+    own_turns = ring + (self.update_bytes > 0)  # messages to owners: one
+    rows: list[tuple[str, float, float, int]] = [
+      ('this exchange', self.sent_bytes, self.received_bytes, own_turns)
+    ]
+    for name, itemsize in (('float32', 4), ('bfloat16', 2)):
+      moved = self.dense_bytes(itemsize)
+      rows.append((f'all-reduce {name}', moved, moved, 2 * ring))
+    return rows
+
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
 
@@ -153,13 +168,7 @@ class Plan:
       f'{self.size:,} elements, {self.num_workers} workers. Per worker'
       f' and step (sends {share:.2%} of a float32 gradient):'
     ]
-    ours = 'all_to_all' if self.update_bytes else 'this exchange'
-    wide, narrow = self.dense_bytes(4), self.dense_bytes(2)
-    for name, sent, received in (
-      (ours, self.sent_bytes, self.received_bytes),
-      ('all-reduce float32', wide, wide),
-      ('all-reduce bfloat16', narrow, narrow),
-    ):
+    for name, sent, received, _ in self.exchanges():
       lines.append(
         f'  {name:<20} sends {_num_bytes(sent):>10}, receives'
         f' {_num_bytes(received):>10}'
@@ -316,7 +325,9 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
     values = sent_as.values
     if not leaf.grid.whole:
       of = _times(leaf.grid.lengths[-2:])
-    if sent_as.k < sent_as.n:
+    if leaf.grid.period > 1:
+      topk = f'1/{leaf.grid.period}'  # by turns
+    elif sent_as.k < sent_as.n:
       topk = f'{sent_as.k}'
     if not sent_as.shared:
       indices = '-'

@@ -5,7 +5,7 @@ are tree nodes with sharding annotations. This module does not import Flax.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import chex
@@ -185,6 +185,27 @@ def update_without_variables(
 # States -----------------------------------------------------------------------
 
 
+# Describes leaves by name, in words, the most important ones first.
+Words = Mapping[str, Sequence[str]]
+
+
+def differences(
+  old: Words,
+  new: Words,
+  ignored: Collection[int] = (),
+) -> Iterator[tuple[str, int, str, str]]:
+  """Yields a leaf's name, and the first words that differ with their place."""
+  for name in {**new, **old}:
+    pairs = zip(old.get(name, _ABSENT), new.get(name, _ABSENT))
+    for place, (before, after) in enumerate(pairs):
+      if before != after and place not in ignored:
+        yield name, place, before, after
+        break
+
+
+_ABSENT = ('nothing',)
+
+
 def check_state(
   state: chex.ArrayTree,
   expected: chex.ArrayTree,
@@ -195,16 +216,10 @@ def check_state(
 
   Its leaves have `lead` axes for workers.
   """
-  former, current = _shapes(state, lead), _shapes(expected, 0)
-  differences = []
-  for name in {**current, **former}:
-    shapes = former.get(name, 'nothing'), current.get(name, 'nothing')
-    if shapes[0] != shapes[1]:
-      differences.append((name, *shapes))
-  refuse_state(differences, workers)
+  check_same(_shapes(state, lead), _shapes(expected, 0), workers)
 
 
-def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
+def _shapes(state: chex.ArrayTree, lead: int) -> Words:
   """Describes a state's leaves by name."""
 
   def is_masked(x: object) -> bool:
@@ -212,29 +227,29 @@ def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
 
   shapes = {}
   for keys, leaf in leaves_of(without_variables(state), is_masked):
-    name = dotted(keys)
-    shapes[name] = 'no array'
+    shape = 'no array'
     if not is_masked(leaf):
-      shapes[name] = str(list(np.shape(leaf)[lead:]))
+      shape = str(list(np.shape(leaf)[lead:]))
+    shapes[dotted(keys)] = [shape]
   return shapes
 
 
-def refuse_state(
-  differences: Sequence[tuple[str, str, str]],
+def check_same(
+  state: Words,
+  expected: Words,
   workers: object,
 ) -> None:
-  """Raises if a state differs from what update is given: name, old, new."""
-  if not differences:
-    return
+  """Raises if a state differs from what update is given."""
   lines = []
-  for name, former, current in differences[:3]:
+  for name, _, former, current in differences(state, expected):
     lines.append(f'{name}: {former} in the state, {current} in the update.')
-  if more := differences[3:]:
-    lines.append(f'... and {len(more)} more leaves.')
-  raise ValueError(
-    f'The state must be made for what update is given ({workers}), got one for'
-    f' something else: {" ".join(lines)} Make it with tx.init of the same'
-    ' transformation and parameters, or take momentum over by'
-    ' demo_optax.checkpoint.from_leaves. Give one gradient per worker: an'
-    ' averaged gradient must not reach the exchange.'
-  )
+  if lines[3:]:
+    lines[3:] = [f'... and {len(lines) - 3} more leaves.']
+  if lines:
+    raise ValueError(
+      f'The state must be made for what update is given ({workers}), got one'
+      f' for something else: {" ".join(lines)} Make it with tx.init of the same'
+      ' transformation and parameters, or take momentum over by'
+      ' demo_optax.checkpoint.from_leaves. Give one gradient per worker: an'
+      ' averaged gradient must not reach the exchange.'
+    )

@@ -485,9 +485,9 @@ def _put_back(
       for member in layout.members(number):
         update = flat[member][None].astype(momentum.dtype)
         shared[member] = encode(update, coding_of(layout.leaves[member]))
-      momentum += fill_bucket(layout, bucket.name, shared, momentum)
+      momentum += fill_bucket(layout, number, shared, momentum)
       buckets[bucket.name] = momentum[0]
-      own = cut_bucket(layout, bucket.name, momentum)
+      own = cut_bucket(layout, number, momentum)
       for member, coefficients in own.items():
         coding = coding_of(layout.leaves[member])
         flat[member] = decode(coefficients, coding)[0]

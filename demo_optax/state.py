@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
 from demo_optax.checkpoint import placement
-from demo_optax.checkpoint.buckets import coding_of, cut_bucket, decode
+from demo_optax.checkpoint.buckets import coding_of, decode, take_momentum
 from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 
@@ -63,13 +63,10 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
-  arrays = _paths.leaves_of(opt_state)
+  arrays = dict(_paths.leaves_of(opt_state))
   moments: dict[str, jax.Array] = {}
   for root, layout in layouts.items():
-    by_leaf: dict[int, jax.Array] = {}
-    for keys, bucket in arrays:
-      if keys[:-1] == (*root, STACKED, 'momentum'):
-        by_leaf |= cut_bucket(layout, keys[-1], bucket)
+    by_leaf = take_momentum(arrays, root, layout)
     for number, coefficients in sorted(by_leaf.items()):
       leaf = layout.leaves[number]
       if leaf.name in moments:

@@ -17,7 +17,7 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
-from demo_optax.compressors.layout import Layout, differences, make_layout
+from demo_optax.compressors.layout import Layout, make_layout
 from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform, topk
 from demo_optax.workers import Workers, checks, inside, lift
@@ -330,9 +330,9 @@ def check_layout(
   found = state.layout.layout
   expected = make_layout(params, compressor, workers.param_specs)
   if found != expected:
-    other = differences(found.records, expected.records)
-    order = 'The leaves', 'another order or sharding', 'these'
-    _tree.refuse_state([d[:3] for d in other] or [order], workers)
+    _tree.check_same(found.words, expected.words, workers)
+    order = {'The leaves': ['another order or sharding']}
+    _tree.check_same(order, {'The leaves': ['these']}, workers)
 
 
 def _check_buckets(

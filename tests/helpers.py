@@ -141,7 +141,7 @@ def with_momentum(state, moments):
       leaf = layout.leaves[member]
       given[member] = encode(moments[leaf.name], coding_of(leaf))
     like = own.momentum[bucket.name]
-    made[bucket.name] = fill_bucket(layout, bucket.name, given, like)
+    made[bucket.name] = fill_bucket(layout, number, given, like)
   return state._replace(worker_stacked=own._replace(momentum=made))
 
 

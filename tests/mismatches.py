@@ -117,6 +117,11 @@ CASES = [
     lambda: make(exchange={}),
     {'of': 'owners'},
   ),
+  (
+    'turns, which keep no momentum, `rechunk=True`',
+    lambda: make(compressor=demo_optax.compressors.cyclic_signs(4)),
+    {'rechunk': True},
+  ),
   ('no such step', make, {'step': 7}),
 ]
 

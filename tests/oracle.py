@@ -147,19 +147,14 @@ def mean_in_pairs(x):
   return total[0] * np.float32(1 / len(x))
 
 
-def compress(
-  m, limit, select, padding, values, basis=dct_matrix, mode='constant'
-):
-  """`(what was sent, which coefficients)` of a matrix, in parameter space.
+def compress(m, limit, select, padding, values, basis=dct_matrix):
+  """What is sent of a matrix of whole chunks.
 
-  The second is a list over chunks of (coefficients sent, mask of sent).
+  A list over chunks of (coefficients sent, mask of sent).
   """
   chunks = []
   for where, (a, b) in slices(m.shape, limit, padding):
-    part = m[where]
-    ends = [(0, a - part.shape[0]), (0, b - part.shape[1])]
-    block = np.pad(part, ends, mode)
-    c = basis(a) @ block @ basis(b).T
+    c = basis(a) @ m[where] @ basis(b).T
     # The column frequency is the slow index; elements are in their order.
     flat = (c if basis is np.eye else c.T).reshape(-1)
     chosen = np.sort(select(flat))  # those beyond the chunk are zeros
@@ -219,11 +214,22 @@ class Oracle:
     self.limit, self.padding, self.values = limit, padding, values
     self.decay, self.alpha, self.average = decay, alpha, average
     self.gradient_weight, self.basis = gradient_weight, basis
-    self.m = np.zeros((workers, *self.matrix), dtype)
     _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
     self.error_feedback = error_feedback
     self.whole &= places is None
+    *batch, rows, cols = self.matrix
+    limits = (limit, limit) if isinstance(limit, int) else limit
+    if not self.whole:  # whole chunks
+      rows += -rows % side(rows, limits[0], padding)
+      cols += -cols % side(cols, limits[1], padding)
+    self.padded = np.zeros((workers, *batch, rows, cols), dtype)
+
+  @property
+  def m(self):
+    """Every worker's momentum, `[N, *matrix]`."""
+    *_, rows, cols = self.matrix
+    return self.padded[..., :rows, :cols]
 
   def exchange(self, gradients, weights=None):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
@@ -233,7 +239,7 @@ class Oracle:
       weights = np.ones(len(present))
     present = [p and 2**-30 <= w <= 2**30 for p, w in zip(present, weights)]
     self.weights = weights
-    merged = np.zeros(self.matrix, self.m.dtype)
+    merged = np.zeros(self.matrix, self.padded.dtype)
     for place in np.ndindex(*self.matrix[:-2]):
       merged[place] = self._merge(self._send(place, gradients, present))
     self.step += 1
@@ -245,32 +251,24 @@ class Oracle:
     return np.argsort(-np.abs(flat), kind='stable')[: self.topk]
 
   def _send(self, place, gradients, present):
-    sent, shape = {}, self.matrix[-2:]
+    sent, shape = {}, self.padded.shape[-2:]
     for i in (i for i, p in enumerate(present) if p):
-      at = (i, *place)
-      self.m[at] = (
-        self.decay * self.m[at] + self.gradient_weight * gradients[at]
-      )
+      m = self.padded[(i, *place)]  # a view
+      g = gradients[(i, *place)]
+      ends = [(0, size - own) for size, own in zip(shape, g.shape)]
+      g = np.pad(g, ends, 'constant' if self.error_feedback else 'edge')
+      m[:] = self.decay * m + self.gradient_weight * g
       if self.whole:
-        own = read_as(self.m[at].flatten(), self.values).reshape(shape)
+        own = read_as(m.flatten(), self.values).reshape(shape)
         sent[i] = [(own, np.ones(shape, bool))]
       else:
         sent[i] = compress(
-          self.m[at],
-          self.limit,
-          self._select,
-          self.padding,
-          self.values,
-          self.basis,
-          'constant' if self.error_feedback else 'edge',
+          m, self.limit, self._select, self.padding, self.values, self.basis
         )
         own = expand(
           [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis
         )
-      if not self.error_feedback:
-        self.m[at] = 0
-      else:
-        self.m[at] = self.m[at] - self.alpha * own
+      m[:] = m - self.alpha * own if self.error_feedback else 0
     return sent
 
   def _merge(self, sent):

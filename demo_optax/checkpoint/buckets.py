@@ -20,6 +20,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from demo_optax._paths import STACKED, Keys
 from demo_optax.checkpoint.placement import Value, of, run
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
@@ -80,9 +81,23 @@ def _each_shard(
   return mapped(jnp.asarray(x))
 
 
+def take_momentum(
+  arrays: dict[Keys, Value],
+  root: Keys,
+  layout: Layout,
+) -> dict[int, Value]:
+  """Takes an exchange's momentum out of a state's arrays: leaves by number."""
+  leaves = {}
+  for number, bucket in enumerate(layout.buckets):
+    if bucket.error_feedback:
+      array = arrays.pop((*root, STACKED, 'momentum', bucket.name))
+      leaves.update(cut_bucket(layout, number, array))
+  return leaves
+
+
 def cut_bucket(
   layout: Layout,
-  name: str,
+  number: int,
   bucket: Value,
 ) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
@@ -91,32 +106,22 @@ def cut_bucket(
   `jax.ShapeDtypeStruct`, for shapes.
   """
   shapes, shardings = {}, {}
-  for member in members_of(layout, name):
+  for member in layout.members(number):
     shapes[member] = _leaf_like(layout.leaves[member], bucket)
     shardings[member] = shapes[member].sharding
   if isinstance(bucket, Shape):
     return shapes
-  return run(_leaves_of, bucket, shardings, layout, name)
+  return run(_leaves_of, bucket, shardings, layout, number)
 
 
 def fill_bucket(
   layout: Layout,
-  name: str,
+  number: int,
   leaves: Mapping[int, Value],
   like: Value,
 ) -> Value:
   """Undoes `cut_bucket`; returns an array placed as `like`."""
-  return run(_bucket_of, leaves, of(like), layout, name)
-
-
-def members_of(layout: Layout, name: str) -> list[int]:
-  """Returns the numbers of a bucket's leaves, by the bucket's name."""
-  return layout.members(_number(layout, name))
-
-
-def _number(layout: Layout, name: str) -> int:
-  """Returns a bucket's number in its layout."""
-  return [bucket.name for bucket in layout.buckets].index(name)
+  return run(_bucket_of, leaves, of(like), layout, number)
 
 
 def _leaf_like(leaf: Leaf, bucket: chex.Array | Shape) -> Shape:
@@ -133,77 +138,64 @@ def _leaf_like(leaf: Leaf, bucket: chex.Array | Shape) -> Shape:
   return Shape(shape, bucket.dtype, sharding=sharding)
 
 
-def _specs(layout: Layout, name: str) -> dict[int, Spec]:
-  """Returns how a bucket's leaves are spread over workers and devices."""
-  specs = {}
-  for member in members_of(layout, name):
-    leaf = layout.leaves[member]
-    specs[member] = Spec(True, leaf.sharding.spec)
-  return specs
-
-
-def _workers(layout: Layout, count: int) -> Workers:
-  """Returns simulated workers with a layout's devices."""
-  return Workers.simulated(count, None, dict(layout.axis_sizes))
-
-
 def _leaves_of(
   bucket: Array,
   layout: Layout,
-  name: str,
+  number: int,
 ) -> dict[int, Array]:
   """Returns a bucket's leaves by number."""
-  workers = _workers(layout, len(bucket))
-  number = _number(layout, name)
-  kind = layout.buckets[number]
+  like = layout.buckets[number]
+  workers, specs = _workers_and_specs(layout, number, len(bucket))
 
   def one_device(rows: Array) -> dict[int, Array]:
     # [chunks of all devices with these shards, n]
-    own_chunks = rows.reshape(kind.shape)[: kind.num_chunks]
-    chunks = workers.group.join_devices(own_chunks, kind.split_axes)
+    own_chunks = rows.reshape(like.shape)[: like.num_chunks]
+    chunks = workers.group.join_devices(own_chunks, like.split_axes)
     leaves = {}
     for member, of_leaf in layout.split(number, chunks).items():
       grid = layout.leaves[member].grid
       leaves[member] = of_leaf.reshape(grid.coefficients_shape)
     return leaves
 
-  specs = _specs(layout, name)
-  mapped = lift.map_over(
-    workers,
-    one_device,
-    (workers.bucket_spec,),
-    specs,
-  )
+  in_specs = (workers.bucket_spec,)
+  mapped = lift.map_over(workers, one_device, in_specs, specs)
   return mapped(bucket)
 
 
 def _bucket_of(
   leaves: Mapping[int, Array],
   layout: Layout,
-  name: str,
+  number: int,
 ) -> Array:
   """Returns the bucket with these coefficients."""
+  like = layout.buckets[number]
   first, *_ = leaves.values()
-  workers = _workers(layout, len(first))
-  number = _number(layout, name)
-  kind = layout.buckets[number]
+  workers, specs = _workers_and_specs(layout, number, len(first))
 
   def one_device(coefficients: Mapping[int, Array]) -> Array:
     chunks = {}
     for member, of_leaf in coefficients.items():
       grid = layout.leaves[member].grid
       chunks[member] = of_leaf.reshape(grid.num_chunks, -1)
-    of_all = layout.join(number, chunks, kind.all_chunks)
-    device = workers.group.device_index(kind.split_axes)
-    rows = kind.of_device(of_all, device)
+    of_all = layout.join(number, chunks, like.all_chunks)
+    device = workers.group.device_index(like.split_axes)
+    rows = like.of_device(of_all, device)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 
-  specs = _specs(layout, name)
-  mapped = lift.map_over(
-    workers,
-    one_device,
-    (specs,),
-    workers.bucket_spec,
-  )
+  out_spec = workers.bucket_spec
+  mapped = lift.map_over(workers, one_device, (specs,), out_spec)
   return mapped(leaves)
+
+
+def _workers_and_specs(
+  layout: Layout,
+  number: int,
+  count: int,
+) -> tuple[Workers, dict[int, Spec]]:
+  """Returns simulated workers, and how they spread a bucket's leaves."""
+  specs = {}
+  for member in layout.members(number):
+    specs[member] = Spec(True, layout.leaves[member].sharding.spec)
+  workers = Workers.simulated(count, None, dict(layout.axis_sizes))
+  return workers, specs

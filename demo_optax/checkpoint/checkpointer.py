@@ -4,10 +4,8 @@ With Orbax alone, damaged arrays are restored silently.
 """
 
 import contextlib
-import json
 import operator
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
 from demo_optax.checkpoint import placement
-from demo_optax.checkpoint.compare import REMEDIES, check_fits
+from demo_optax.checkpoint.compare import REMEDIES, check_fits, describe
 from demo_optax.checkpoint.leaves import from_leaves, to_leaves
 from demo_optax.checkpoint.placement import Value, abstract
 from demo_optax.numerics import prng
@@ -68,14 +66,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
     self._like = jax.tree.map(abstract, like)
     self._wanted = to_leaves(self._like)
-    for name, leaf in self._wanted.items():
-      is_json = isinstance(leaf, int | float | str)
-      if not is_json and not hasattr(leaf, 'dtype'):
-        raise TypeError(
-          'like must hold arrays, numbers, booleans and strings, got'
-          f' {_checks.short(leaf)} at {name}. Leave it out, and put it back'
-          ' into what is restored.'
-        )
     _checks.check_positive('keep', keep)
     self._policy = ocp.training.preservation_policies.LatestN(keep)
     self._context = ocp.Context()
@@ -113,7 +103,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     leaves = to_leaves(tree)
     remedy = 'Save such a tree, or make a Checkpointer for this one.'
-    check_fits(leaves, self._wanted, dict.fromkeys(REMEDIES, remedy))
+    check_fits(
+      describe(leaves),
+      describe(self._wanted),
+      dict.fromkeys(REMEDIES, remedy),
+    )
     arrays, about = _described(leaves)
     # One for each save: after an error it would repeat the error.
     writer = self._pending.enter_context(
@@ -174,51 +168,44 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   def _read(self, path: epath.Path) -> dict[str, Value]:
     """Returns a checkpoint's leaves; raises if it is damaged."""
-    # Written by Orbax beside the arrays, and checked here.
+    # Written by Orbax beside the arrays.
     about = ocp.metadata(path).custom_metadata
-    if not about or about.pop('checksum', None) != _checksum(about):
-      raise ValueError('its description is missing, or not what was written')
+    if not about:
+      raise ValueError('it has no digests')
     targets = {}
-    for name, (dtype, shape, *_) in about['arrays'].items():
-      wanted = self._wanted.get(name)
-      targets[name] = _target(tuple(shape), dtype, wanted)
+    for name, (dtype, shape, *_) in about.items():
+      targets[name] = _target(tuple(shape), dtype, self._wanted.get(name))
     arrays = ocp.load(path, targets)
     # Digests are made where the arrays are: nothing is gathered.
     copies = replicas.copies(arrays)
-    leaves = dict(about['values'])
-    for name, (*_, impl, digest) in about['arrays'].items():
-      array = arrays[name]
+    for name, (*_, impl, digest) in about.items():
       if replicas.content_digest(copies[name]) != digest:
         raise ValueError(f'{name} is not what was saved')
       if impl is not None:
-        array = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
-      leaves[name] = array
-    return leaves
+        data = jnp.asarray(arrays[name])
+        arrays[name] = jax.random.wrap_key_data(data, impl=impl)
+    return arrays
 
 
 def _described(
   leaves: Mapping[str, Value],
 ) -> tuple[dict[str, Value], dict[str, Any]]:
-  """Returns the arrays that Orbax writes, and what describes all leaves."""
+  """Returns the arrays that Orbax writes, and what describes them."""
   # Compared before anything is written.
   copies = replicas.copies(leaves)
   arrays: dict[str, Value] = {}
-  descriptions, values = {}, {}
+  about = {}
   for name, leaf in leaves.items():
     _check_same(name, copies[name])
-    if not hasattr(leaf, 'dtype'):
-      values[name] = leaf
-      continue
     impl = None
     if prng.is_key_array(leaf):
       impl = str(jax.random.key_impl(leaf))
     array = replicas.comparable(leaf)
     digest = replicas.content_digest(copies[name])
-    descriptions[name] = [str(array.dtype), array.shape, impl, digest]
+    about[name] = [str(array.dtype), array.shape, impl, digest]
     # A copy: the caller may write to NumPy's while it is saved.
     arrays[name] = np.array(array) if isinstance(array, np.ndarray) else array
-  about = {'arrays': descriptions, 'values': values}
-  return arrays, {**about, 'checksum': _checksum(about)}
+  return arrays, about
 
 
 def _target(
@@ -226,19 +213,18 @@ def _target(
   dtype: str,
   wanted: Value,
 ) -> Value:
-  """Returns a target for Orbax's load: the saved shape, sharded as wanted.
+  """Returns a target for Orbax's load: placed as wanted, if that is alike.
 
-  On the host if that has no place for it on devices, and for keys.
+  Otherwise on the host, as keys are.
   """
-  sharding = getattr(wanted, 'sharding', None)
+  sharding = placement.of(wanted)
   if (
     sharding is None
-    or str(wanted.dtype) != dtype
+    or (wanted.shape, str(wanted.dtype)) != (shape, dtype)
     or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  sharding = placement.auto(placement.fit_sharding(shape, sharding))
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.auto(sharding))
 
 
 def _check_same(
@@ -255,8 +241,3 @@ def _check_same(
       f'{name} must be the same in all processes, got another in'
       f' {sorted(processes)}. Spread it over the mesh, or gather it first.'
     )
-
-
-def _checksum(about: Mapping[str, object]) -> int:
-  """Returns a description's checksum, as read from its file."""
-  return zlib.crc32(json.dumps(about, sort_keys=True).encode())

@@ -11,29 +11,29 @@ describes its chunks:
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import _paths, replicas
-from demo_optax._paths import Keys, Path
+from demo_optax import _checks, _paths, replicas
+from demo_optax._paths import STACKED, Keys, Path, dotted
 from demo_optax.checkpoint import placement
 from demo_optax.checkpoint.buckets import (
   Coding,
   coding_of,
-  cut_bucket,
   decode,
   encode,
   fill_bucket,
-  members_of,
+  take_momentum,
 )
 from demo_optax.checkpoint.compare import (
   RECORDS,
   REMEDIES,
   check_fits,
-  has_same_places,
+  describe,
   read_records,
 )
 from demo_optax.checkpoint.placement import Value, abstract
@@ -74,32 +74,37 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
     ValueError: momentum differs between devices and has no worker axis.
   """
   layouts = layouts_in(state, checked=True)
-  flat = _paths.leaves_of(state)
-  _check_stacked(flat)
-  named: list[tuple[Keys, Value]] = []
-  for keys, array in flat:
-    if _part_of(keys, layouts) == 'momentum':
-      layout = layouts[keys[:-3]]
-      for member, of_leaf in cut_bucket(layout, keys[-1], array).items():
-        leaf = layout.leaves[member]
-        named.append(((*keys[:-1], *leaf.keys), of_leaf))
-    elif keys[-2:] == ('layout', 'digest'):
-      layout = layouts[keys[:-2]]
-      text = json.dumps(layout.records)
-      records = np.frombuffer(text.encode(), np.uint8)
-      named.append((keys, layout.digest))
-      named.append(((*keys[:-2], RECORDS), records))
-    else:
-      named.append((keys, array))
+  arrays = dict(_paths.leaves_of(state))
+  _check_stacked(arrays)
+  for root, layout in layouts.items():
+    text = json.dumps(layout.records).encode()
+    arrays[*root, 'layout', 'digest'] = layout.digest
+    arrays[*root, RECORDS] = np.frombuffer(text, np.uint8)
+    for number, array in take_momentum(arrays, root, layout).items():
+      leaf = layout.leaves[number]
+      arrays[*root, STACKED, 'momentum', *leaf.keys] = array
   leaves: dict[str, Value] = {}
-  for keys, array in named:
-    name = _paths.dotted(keys)
+  for keys, array in arrays.items():
+    name = dotted(keys)
     if name in leaves:
       raise ValueError(
         f'The tree must have one leaf called {name}, got two. Rename one.'
       )
-    leaves[name] = array
+    leaves[name] = _as_array(name, array)
   return leaves
+
+
+def _as_array(name: str, x: Value) -> Value:
+  """Returns a leaf as an array; raises if it is not of numbers or keys."""
+  array = x if hasattr(x, 'dtype') else np.asarray(x)
+  kinds = np.number, np.bool_, jax.dtypes.prng_key
+  if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    raise TypeError(
+      f'{name} must be an array of numbers or keys, or a number, got'
+      f' {_checks.short(x)}. Leave it out, and put it back into what is'
+      ' restored.'
+    )
+  return array
 
 
 def from_leaves(
@@ -145,11 +150,12 @@ def from_leaves(
     del remedies['workers']
   # Shapes alone: nothing is computed before all fits.
   wanted = to_leaves(jax.tree.map(abstract, like))
-  check_fits(saved, wanted, remedies)
+  old_words, new_words = describe(saved), describe(wanted)
+  check_fits(old_words, new_words, remedies)
 
   def converted(keys: Keys, codings: Codings = None) -> Value:
     """Returns a saved leaf for the workers and chunks in `like`."""
-    name = _paths.dotted(keys)
+    name = dotted(keys)
     array, x = saved[name], wanted[name]
     if not _paths.is_stacked(keys):
       return array
@@ -157,44 +163,43 @@ def from_leaves(
       return array
     return placement.run(_convert, array, placement.of(x), len(x), codings)
 
-  def restored(path: Path, x: Value) -> Value:
-    keys = _paths.path_keys(path)
-    if keys[-2:] == ('layout', 'digest'):
-      return layouts[keys[:-2]].digest
-    part = _part_of(keys, layouts)
-    if part == 'momentum':
-      layout = layouts[keys[:-3]]
-      records = saved[_paths.dotted((*keys[:-3], RECORDS))]
-      former = read_records(records)
+  arrays = dict(_paths.leaves_of(like))
+  restored: dict[Keys, Value] = {}
+  for root, layout in layouts.items():
+    restored[*root, 'layout', 'digest'] = layout.digest
+    name = dotted((*root, RECORDS))
+    records = read_records(saved[name])
+    has_same_places = old_words[name] == new_words[name]
+    for number, bucket in enumerate(layout.buckets):
+      own = *root, STACKED
+      keys = *own, 'update_residual', bucket.name
+      if keys in arrays and not has_same_places:
+        restored[keys] = np.zeros(arrays[keys].shape, arrays[keys].dtype)
+      keys = *own, 'momentum', bucket.name
+      if keys not in arrays:
+        continue
       coefficients = {}
-      for member in members_of(layout, keys[-1]):
+      for member in layout.members(number):
         leaf = layout.leaves[member]
-        codings = _codings(former[leaf.name], leaf, layout)
+        codings = _codings(records[leaf.name], leaf, layout)
         coefficients[member] = converted((*keys[:-1], *leaf.keys), codings)
-      return fill_bucket(layout, keys[-1], coefficients, x)
-    name = _paths.dotted(keys)
-    if part is None or has_same_places(name, saved, wanted):
-      return converted(keys)
-    return np.zeros(x.shape, x.dtype)
+      restored[keys] = fill_bucket(layout, number, coefficients, arrays[keys])
 
   def place(path: Path, x: Value) -> Value:
-    return placement.place(restored(path, x), x)
+    keys = _paths.path_keys(path)
+    if keys not in restored:
+      restored[keys] = converted(keys)
+    return placement.place(restored[keys], x)
 
   return jax.tree_util.tree_map_with_path(place, like)
 
 
-def _part_of(keys: Keys, layouts: Mapping[Keys, Layout]) -> str | None:
-  """Returns the field in an exchange's `WorkerState` that has a leaf."""
-  is_own = keys[-3:-2] == (_paths.STACKED,) and keys[:-3] in layouts
-  return keys[-2] if is_own else None
-
-
-def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
+def _check_stacked(leaves: Mapping[Keys, Value]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {}
-  for keys, array in leaves:
+  for keys, array in leaves.items():
     if _paths.is_stacked(keys) and isinstance(array, jax.Array):
-      arrays[_paths.dotted(keys)] = array
+      arrays[dotted(keys)] = array
   for differing in replicas.check_replicas(arrays):
     raise ValueError(
       f'{differing.leaf} must be sharded over the workers, got one array that'

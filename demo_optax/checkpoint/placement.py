@@ -1,7 +1,6 @@
 """Runs functions on arrays wherever they are, and places their results."""
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers.param_specs import entry
 from demo_optax.workers.workers import put
 
 Sharding = jax.sharding.Sharding | None
-# A leaf of a state: an array, its `jax.ShapeDtypeStruct`, or a Python number.
+# A leaf: an array, its `jax.ShapeDtypeStruct`, or in a state a Python number.
 Value = Any
 
 
@@ -66,36 +64,15 @@ def _near(
   """Returns an array on Auto axes, on the first target's devices."""
   if not isinstance(x, Array):
     return x
-  sharding: Sharding = x.sharding
-  if targets and x.sharding.device_set != targets[0].device_set:
-    sharding = fit_sharding(x.shape, targets[0])
+  sharding = x.sharding
+  if targets and sharding.device_set != targets[0].device_set:
+    # All of it on each: it may not divide among them.
+    sharding = targets[0]
+    if isinstance(sharding, NamedSharding):
+      sharding = NamedSharding(sharding.mesh, P())
   elif not isinstance(sharding, NamedSharding):
     return x
   return jax.device_put(x, auto(sharding))
-
-
-def fit_sharding(
-  shape: tuple[int, ...],
-  sharding: Sharding,
-) -> Sharding:
-  """Returns `sharding`, adapted to another shape.
-
-  Axes that do not divide their dimension move to the longest one that they
-  divide, so that no device holds more than necessary.
-  """
-  if not isinstance(sharding, NamedSharding):
-    return sharding
-  spec, sizes = sharding.spec, sharding.mesh.shape
-  by_length = sorted(range(len(shape)), key=lambda dim: -shape[dim])
-  entries: list[Any] = [None] * len(shape)
-  for old_dim, axes in enumerate(spec):
-    blocks = math.prod(sizes[name] for name in entry(spec, old_dim))
-    for dim in (old_dim, *by_length):
-      is_free = dim < len(shape) and entries[dim] is None
-      if is_free and shape[dim] % blocks == 0:
-        entries[dim] = axes
-        break
-  return NamedSharding(sharding.mesh, P(*entries))
 
 
 def auto(sharding: Sharding) -> Sharding:
@@ -118,30 +95,13 @@ def abstract(x: Value) -> Value:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-# The arrays that hold the same as a Python number. A step returns the count of
-# a state as an array, also where it was a Python number.
-_DTYPES = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
-
-
-def as_array(x: Value, like: Value) -> Value:
-  """Returns a Python number as a scalar array like `like`, if that is one.
-
-  Other values are returned as they are.
-  """
-  dtype = getattr(like, 'dtype', None)
-  held_by = _DTYPES.get(type(x))
-  if dtype is None or held_by is None:
-    return x
-  if like.shape or not jnp.issubdtype(dtype, held_by):
-    return x
-  return np.asarray(x, dtype)
-
-
 def place(x: Value, like: Value) -> Value:
-  """Returns `x` as an array like `like`, on its devices."""
+  """Returns `x` as an array or number like `like`, on its devices."""
   if not hasattr(like, 'dtype'):  # a Python number
-    return x.item() if hasattr(x, 'dtype') else x
-  x = as_array(x, like)
+    return np.asarray(x).item()
+  if not like.shape and x.dtype != like.dtype:
+    # Raises if it is too large an integer.
+    x = np.asarray(x.item(), like.dtype)
   if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)
   if like.sharding is None:

@@ -12,7 +12,6 @@ one device, and no chunk spans two devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +192,7 @@ def chunk_grid(
 def to_chunks(
   x: Array,
   grid: ChunkGrid,
-  step: Numeric = 0,
+  step: Numeric,
 ) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`.
 
@@ -216,7 +215,7 @@ def to_chunks(
 def from_chunks(
   x: Array,
   grid: ChunkGrid,
-  step: Numeric = 0,
+  step: Numeric,
 ) -> Array:
   """Undoes `to_chunks`, dropping the padding; zeros were not taken."""
   # [batch, rows, cols, row_length, col_length]
@@ -312,62 +311,6 @@ def inverse(
   return c.reshape(-1, rows * cols)
 
 
-# An index into `[batch, rows, cols]`, and a function of `[..., n]`.
-Edge = tuple[tuple[slice | int, ...], Callable[[Array], Array]]
-
-
-def clear_padding(
-  c: Array,
-  grid: ChunkGrid,
-  basis: Basis,
-) -> Array:
-  """Projects coefficients onto arrays that are zero in the padding.
-
-  Equals a round trip through the array, but only touches chunks at padded
-  edges: the projection along one side is one small matrix. Coefficients are
-  `[chunks, n]`, from one or several arrays with this grid.
-  """
-  # [batch, rows, cols, n]
-  table = c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
-  for at, project in edges(grid, basis):
-    table = table.at[at].set(project(table[at]))
-  return table.reshape(c.shape)
-
-
-def edges(
-  grid: ChunkGrid,
-  basis: Basis,
-) -> list[Edge]:
-  """Returns, for each padded side, the chunks there and their projection."""
-  rows, cols = grid.sides
-  row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  # See `transform` for the order.
-  lengths, row_axis, col_axis = (cols, rows), 2, 1
-  if isinstance(basis, Identity):
-    lengths, row_axis, col_axis = (rows, cols), 1, 2
-  padded_edges: list[Edge] = []
-  for at, axis, length, padding in (
-    (np.s_[:, -1], row_axis, rows, row_padding),
-    (np.s_[:, :, -1], col_axis, cols, col_padding),
-  ):
-    if padding:
-      kept = _matrix(basis, length)[:, : length - padding]
-      project = functools.partial(_multiply, lengths, axis, kept @ kept.T)
-      padded_edges.append((at, project))
-  return padded_edges
-
-
-def _multiply(
-  lengths: tuple[int, int],
-  axis: int,
-  matrix: np.ndarray,
-  c: Array,
-) -> Array:
-  """Multiplies an axis of coefficients `[chunks, *lengths]`."""
-  x = c.reshape(-1, *lengths).swapaxes(axis, 2)  # the axis comes last
-  return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
-
-
 def to_coefficients(
   x: Array,
   grid: ChunkGrid,
@@ -375,9 +318,10 @@ def to_coefficients(
 ) -> Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
-  Without a basis the chunks keep elements, as those that owners have.
+  Without a basis the chunks keep elements, as those that owners have. What is
+  kept between steps has no turns.
   """
-  chunks = to_chunks(x, grid)
+  chunks = to_chunks(x, grid, step=0)
   if basis is not None and not grid.whole:
     chunks = transform(chunks, grid.sides, basis)
   return chunks.reshape(grid.coefficients_shape)
@@ -391,7 +335,7 @@ def from_coefficients(
   """Undoes `to_coefficients`, dropping the padding."""
   if basis is not None and not grid.whole:
     c = inverse(c, grid.sides, basis)
-  return from_chunks(c, grid)
+  return from_chunks(c, grid, step=0)
 
 
 @functools.cache

@@ -11,12 +11,11 @@ state, so that renamed or reordered leaves never take each other's momentum.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -243,45 +242,11 @@ class Leaf:
     return json.loads(json.dumps(record, default=str))
 
 
-class Difference(NamedTuple):
-  """How one leaf's records differ in two layouts, in words."""
-
-  name: str
-  old: str
-  new: str
-  is_cut_otherwise: bool  # other chunks or compressor, same array
-
-
-def differences(
-  old: Mapping[str, Record],
-  new: Mapping[str, Record],
-) -> list[Difference]:
-  """Compares the records of two layouts, leaf by leaf."""
-  differing = []
-  for name in {**old, **new}:
-    before, after = old.get(name), new.get(name)
-    if before == after:
-      continue
-    pairs = list(zip(_in_words(before), _in_words(after)))
-    (old_array, new_array), (_, new_chunks), _ = pairs
-    # The first that differs; of equal words, the whole records.
-    pairs.append((str(before), str(after)))
-    said = next(pair for pair in pairs if pair[0] != pair[1])
-    is_cut = old_array == new_array and new_chunks != _NO_MOMENTUM
-    differing.append(Difference(name, *said, is_cut))
-  return differing
-
-
-_NO_MOMENTUM = 'no momentum'
-
-
-def _in_words(record: Record | None) -> tuple[str, str, str]:
-  """Describes the array, its chunks, its compressor."""
-  if record is None:
-    return 'nothing', _NO_MOMENTUM, 'None'
+def in_words(record: Record) -> tuple[str, str, str]:
+  """Describes a leaf's array, its chunks, its compressor."""
   array = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
   if 'lengths' not in record:
-    return array, _NO_MOMENTUM, record['compressor']
+    return array, 'no momentum', record['compressor']
   chunks = f'chunks of {"x".join(map(str, record["lengths"]))}'
   if record['whole']:
     chunks = 'one chunk, not transformed'
@@ -331,6 +296,11 @@ class Layout:
   def records(self) -> dict[str, Record]:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
+
+  @functools.cached_property
+  def words(self) -> dict[str, tuple[str, ...]]:
+    """Describes the leaves by name, in words."""
+    return {name: in_words(record) for name, record in self.records.items()}
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
@@ -415,61 +385,14 @@ class Layout:
     self,
     number: int,
     rows: Array,
-    starts: Sequence[Numeric] | None = None,
-    step: Numeric = 0,
+    starts: Sequence[Numeric],
+    step: Numeric,
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for i, chunks in self.split(number, rows, starts).items():
       shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
     return shards
-
-  def clear_padding(
-    self,
-    number: int,
-    coefficients: Array,
-    device: Array | int,
-    valid: Array,
-  ) -> Array:
-    """Projects coefficients `[rows, n]` onto leaves with zero padding.
-
-    Skipped unless `valid`: projecting twice changes the last bits, and the
-    momentum of an excluded worker must not change.
-    """
-    bucket = self.buckets[number]
-    for grid, (start, stop) in self._spans(number).items():
-      if not any(grid.ends):
-        continue
-      if bucket.num_devices == 1:
-        old = lax.slice_in_dim(coefficients, start, stop)
-        projected = chunking.clear_padding(old, grid, bucket.basis)
-        projected = jnp.where(valid, projected, old)
-        coefficients = plain.put(coefficients, projected, start)
-        continue
-      # The chunks of this device are unknown when traced: project all of them
-      # and take those at an edge.
-      for at, project in chunking.edges(grid, bucket.basis):
-        flags = np.zeros(bucket.all_chunks, bool)
-        # [batch, rows, cols] of chunks
-        table = flags[start:stop].reshape(-1, *grid.folded_counts[1:])
-        table[at] = True  # a view
-        at_edge = bucket.of_device(jnp.asarray(flags), device)
-        projected = project(coefficients)
-        changes = at_edge[:, None] & valid
-        coefficients = jnp.where(changes, projected, coefficients)
-    return coefficients
-
-  def _spans(self, number: int) -> dict[ChunkGrid, tuple[int, int]]:
-    """Returns where the chunks of each grid begin and end in a bucket.
-
-    Leaves with one grid are next to each other.
-    """
-    spans: dict[ChunkGrid, tuple[int, int]] = {}
-    for i in self.members(number):
-      leaf = self.leaves[i]
-      start, _ = spans.get(leaf.grid, (leaf.offset, 0))
-      spans[leaf.grid] = start, leaf.offset + leaf.size
-    return spans
 
 
 def make_layout(
@@ -482,8 +405,8 @@ def make_layout(
   flat, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
-  # Leaves in each bucket that is still empty; those with one grid together.
-  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}
+  # Leaves in each bucket that is still empty.
+  members: dict[Bucket, list[int]] = {}
   for (path, x), chosen in zip(flat, per_leaf(compressor, params)):
     shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
     sharding, chunks = param_specs.place(path, shape), None
@@ -491,14 +414,14 @@ def make_layout(
       shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
-      by_grid = members.setdefault(_empty_bucket(chosen, chunks, split), {})
-      by_grid.setdefault(chunks.grid, []).append(len(leaves))
+      empty = _empty_bucket(chosen, chunks, split)
+      members.setdefault(empty, []).append(len(leaves))
     keys = path_keys(path)
     leaves.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
   buckets: list[Bucket] = []
-  for empty, by_grid in members.items():
+  for empty, numbers in members.items():
     number, size = len(buckets), 0
-    for i in itertools.chain(*by_grid.values()):
+    for i in numbers:
       leaves[i] = dataclasses.replace(leaves[i], bucket=number, offset=size)
       size += leaves[i].size
     buckets.append(_fit(empty, number, size))

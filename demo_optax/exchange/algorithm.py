@@ -183,14 +183,15 @@ def exchange(
   # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
   # does what did not reach the others.
   given = valid if included is None else valid & included
-  for i, (bucket, device) in enumerate(zip(buckets, devices)):
+  for i, bucket in enumerate(buckets):
     if (held := momentum[i]) is None:
       continue
     leaving = rounding.mul_no_fma(hyper.alpha, sent[i])
     leaving = jnp.where(given, leaving, 0)
     indices = selected[i].indices
-    rest = arithmetic.subtract(bucket, held, indices, leaving, hyper.step)
-    momentum[i] = layout.clear_padding(i, rest, device, valid)
+    momentum[i] = arithmetic.subtract(
+      bucket, held, indices, leaving, hyper.step
+    )
 
   received, report = packer.unpack(arrived, group)
 

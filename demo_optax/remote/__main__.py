@@ -11,42 +11,45 @@ from typing import NoReturn
 import zmq
 
 from demo_optax.remote import frames, relay
+from demo_optax.remote.rounds import Options
 
 _FLAGS = (
-  ('--workers', int, None, 'N', 'the most that there can be'),
-  ('--port', int, 7077, 'N', 'to listen on'),
-  ('--keys', str, None, 'FILE', "the relay's file of keys"),
+  ('--workers', int, 'N', 'the most that there can be'),
+  ('--port', int, 'N', 'to listen on; 7077 if not given'),
+  ('--keys', str, 'FILE', "the relay's file of keys"),
   (
     '--write-keys',
     str,
-    None,
     'FOLDER',
     'write keys, for a relay that other hosts can reach, and end',
   ),
   (
     '--deadline',
     float,
-    None,
     'SECONDS',
     'from the first message of a round to its end; 2, or 5 median rounds, if'
     ' not given',
   ),
-  ('--quorum', int, 1, 'N', 'workers that a round needs'),
   (
     '--start',
     float,
-    300.0,
     'SECONDS',
-    'for all workers to come before the first round',
+    'for all workers to come before the first round;'
+    f' {Options.start:.0f} if not given',
   ),
   (
     '--history',
     int,
-    64,
     'ROUNDS',
-    'lists that are kept for workers that are late',
+    'lists that are kept for workers that are late;'
+    f' {Options.history} if not given',
   ),
-  ('--max-message', int, 1 << 28, 'BYTES', 'larger ones are refused'),
+  (
+    '--max-message',
+    int,
+    'BYTES',
+    f'larger ones are refused; {Options.max_message:,} if not given',
+  ),
 )
 
 
@@ -76,25 +79,24 @@ def main(args: list[str]) -> None:
     'python -m demo_optax.remote',
     description='A relay: hands all workers of a run the same list of'
     ' messages in every round.',
+    argument_default=argparse.SUPPRESS,
   )
-  for flag, kind, default, unit, words in _FLAGS:
-    shown = '' if default is None else '; %(default)s if not given'
-    parser.add_argument(
-      flag, type=kind, default=default, metavar=unit, help=words + shown
-    )
+  for flag, kind, unit, words in _FLAGS:
+    parser.add_argument(flag, type=kind, metavar=unit, help=words)
   given = vars(parser.parse_args(args))
-  if given['workers'] is None:  # a wrong flag is named before a missing one
+  if 'workers' not in given:  # a wrong flag is named before a missing one
     parser.error('--workers must be given.')
-  port = given.pop('port')
+  port, keys = given.pop('port', 7077), given.pop('keys', None)
   if not 0 <= port < 2**16:
     parser.error(f'port must be from 0 to 65,535, got {port}. Give another.')
-  host = '*' if given['keys'] else '127.0.0.1'
-  folder = given.pop('write_keys')
+  host = '*' if keys else '127.0.0.1'
+  folder = given.pop('write_keys', None)
   try:
+    options = Options(**given)
     if folder is not None:
-      print(*frames.write_keys(folder, given['workers']), sep='\n')
+      print(*frames.write_keys(folder, options.workers), sep='\n')
       return
-    served = relay.Relay(f'tcp://{host}:{port}', **given)
+    served = relay.Relay(f'tcp://{host}:{port}', options, keys)
   except zmq.ZMQError as error:
     parser.error(f'{error}. Give another --port.')
   except (ValueError, OSError) as error:
@@ -110,7 +112,7 @@ def main(args: list[str]) -> None:
     signal.signal(number, lambda n, _: stopped.append(n))
   _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-  print(f'relay for {given["workers"]} workers on {served.address}', flush=True)
+  print(f'relay for {options.workers} workers on {served.address}', flush=True)
   served.serve(lambda: bool(stopped))
 
 

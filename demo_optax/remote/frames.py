@@ -30,8 +30,7 @@ PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6
 
-# From the relay: the run has begun. `number` is the round that is open now; a
-# text says the most bytes of a message.
+# From the relay: the run has begun. A text says the most bytes of a message.
 WELCOME = 11
 # The list of a round, see `packed`. `number` is the round that is open now.
 LIST = 12
@@ -111,11 +110,6 @@ def unpacked(closed: Sequence[bytes]) -> list[bytes]:
   return [next(rest) if is_here else b'' for is_here in present]
 
 
-def then_of(closed: Sequence[bytes]) -> int:
-  """Returns the workers' task after a list; of other frames, any number."""
-  return int.from_bytes(closed[0][-1:], 'little')
-
-
 def described(workers: int, values: Mapping[str, str]) -> bytes:
   """Returns lines that all workers must say, and the relay the first one."""
   lines = [f'workers: {workers}']
@@ -154,11 +148,6 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
   """Writes files of keys: the relay's, each worker's, and one for followers."""
   import zmq
 
-  if not 0 < workers <= MAX_WORKERS:
-    raise ValueError(
-      f'workers must be from 1 to {MAX_WORKERS:,}, got {workers}. Give the'
-      ' number of workers that the relay is started with.'
-    )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   (relay, secret), *others = (

@@ -36,11 +36,11 @@ _ANSWERS = {frames.HELLO: frames.WELCOME, frames.PULL: frames.PULL}
 
 
 class Behind(Exception):  # noqa: N818
-  """The lists since a worker's last round are gone: it must join."""
+  """The run has gone on without this worker.
 
-
-class NotClosedError(Exception):
-  """The round that a worker listens for is open again: a relay is new."""
+  It must take a state (its position is empty), or say hello to a new relay
+  (`open` is -1).
+  """
 
 
 class Position(NamedTuple):
@@ -66,7 +66,7 @@ class Link:
     self._address = address
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
-    self._text, self._steps = b'', 0  # of the last hello
+    self._text = b''  # of the last hello
     self._slices_left = math.inf  # in which one still waits after a signal
     self._largest = 0  # bytes of a message
     self._taken = b''  # chain of the state that was taken last
@@ -106,23 +106,22 @@ class Link:
     worker's shared state as it is now: a run begins with that of most steps,
     and else with that of most workers. A relay that was restarted gets the
     position and the last list, and continues from there.
+
+    The worker takes its round for the open one: if it has sent a message, and
+    the list with it is there, it must know that it is in it.
     """
-    self._text, self._steps = text, steps
+    self._text = text
     if not self.position.chain:
       self.position = Position(chain=digest)
-    self._hello_again()
-
-  def _hello_again(self) -> None:
-    last = self.position.last
-    header, (limit,) = self._ask(
-      frames.HELLO, self._text, *last, number=self._steps
+    _, (limit,) = self._ask(
+      frames.HELLO, text, *self.position.last, number=steps
     )
-    self.open, self._largest = header.number, int(limit)
+    self.open, self._largest = self.position.round, int(limit)
 
   def gather(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
 
-    With b'' it only receives. Raises `Behind` if the round is too long ago.
+    With b'' it only receives.
     """
     if len(body) > self._largest:
       raise ValueError(
@@ -133,9 +132,8 @@ class Link:
     header, closed = self._ask(kind, body)
     self.open = header.number
     chain = frames.digest(self.position.chain, *closed)
-    self.position = Position(
-      header.round + 1, chain, tuple(closed), frames.then_of(closed)
-    )
+    then = closed[0][-1]
+    self.position = Position(header.round + 1, chain, tuple(closed), then)
     return frames.unpacked(closed)
 
   def part(self) -> None:
@@ -246,25 +244,19 @@ class Link:
     return found._replace(**fields)
 
   def _ask(self, kind: int, *bodies: bytes, **fields: Any) -> _Answer:
-    """Returns the answer to a request; says hello to a relay that is new."""
-    while True:
-      header = self._header(kind, **fields)
-      answer, found = self._request(header, *bodies)
-      if answer.kind == frames.REFUSED:
-        raise RuntimeError(self._reason(*found))
-      if answer.kind == frames.GONE:
-        self.position = Position()
-        raise Behind
-      if answer.kind != frames.UNKNOWN:
-        return answer, found
+    """Returns the answer to a request, or raises `Behind`."""
+    header = self._header(kind, **fields)
+    answer, found = self._request(header, *bodies)
+    if answer.kind == frames.REFUSED:
+      raise RuntimeError(self._reason(*found))
+    if answer.kind == frames.GONE:
+      self.position = Position()
+      raise Behind
+    if answer.kind == frames.UNKNOWN:
       _LOG.info('the relay is a new one; %s says hello', self._name)
-      if not self.position.chain:  # it must say which arrays it has now
-        self.open = -1
-        raise Behind
-      self._hello_again()
-      is_open = self.open <= self.position.round
-      if is_open and kind == frames.LISTEN and self.rank != frames.FOLLOWER:
-        raise NotClosedError  # perhaps nobody else can send a message
+      self.open = -1
+      raise Behind
+    return answer, found
 
   def _request(self, header: Header, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
@@ -292,12 +284,9 @@ class Link:
         if _fits(answer, header):
           return answer, found
         heard = now
-        if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
-          ask_at = now
-          if answer.round == header.round:
-            frame = whole
-        elif kind == frames.HELLO and answer.kind == frames.AGAIN:
-          ask_at = now + _ASK / 2
+        is_lost = (answer.kind, answer.round) == (frames.AGAIN, header.round)
+        if is_lost and kind == frames.MESSAGE:
+          frame, ask_at = whole, now
       elif now - heard > _WARN:
         heard = now
         _LOG.warning(
@@ -313,16 +302,16 @@ class Link:
     if not run:
       return reason.decode('utf-8', 'replace')
     ours, theirs = (
-      text.decode('utf-8', 'replace').splitlines()
+      {f'  {line}' for line in text.decode('utf-8', 'replace').splitlines()}
       for text in (self._text, *run)
     )
-    lines = [f'{self._name} must run what the others run, got']
-    lines += [f'  {line}' for line in ours if line not in theirs]
-    lines.append('where the run has')
-    lines += [f'  {line}' for line in theirs if line not in ours]
-    lines.append(
-      'Start it with the same. If the others are wrong, start them again.'
-    )
+    lines = [
+      f'{self._name} must run what the others run, got',
+      *sorted(ours - theirs),
+      'where the run has',
+      *sorted(theirs - ours),
+      'Start it with the same. If the others are wrong, start them again.',
+    ]
     return '\n'.join(lines)
 
 

@@ -21,7 +21,7 @@ from demo_optax.exchange import agreement
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
 from demo_optax.remote import frames, states
-from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
+from demo_optax.remote.link import Behind, Position, link_of
 from demo_optax.remote.split import PartedStep, flat, jitted, meetings_in
 from demo_optax.workers import Workers
 from demo_optax.workers.workers import put
@@ -97,16 +97,16 @@ class RemoteProgram:
     """
     self._tag_step(arrays)
     link, current = self._link, list(arrays)
+    at = link.position
     while True:
       try:
         with link.interruptible():
-          if link.open < 0:
-            self._say_hello(current)
+          at = self._say_hello(current, at)
           self._advance(current)
       except Behind:
         continue
-      at = link.position.round
-      yield at, link.open - at, current
+      at = link.position
+      yield at.round, link.open - at.round, current
 
   # Tracing --------------------------------------------------------------------
 
@@ -171,9 +171,7 @@ class RemoteProgram:
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
-          if link.open < 0:
-            self._say_hello(arrays)
-            at = link.position
+          at = self._say_hello(arrays, at)
           self._is_source = False
           values = self._execute(
             self._plan, self._current(arrays), self._gather
@@ -213,25 +211,31 @@ class RemoteProgram:
 
     return self._execute(self._plan, arrays, alone)
 
-  def _say_hello(self, arrays: Sequence[Any]) -> None:
-    """Says what this worker exchanges, and which state it has now."""
+  def _say_hello(self, arrays: Sequence[Any], at: Position) -> Position:
+    """Says hello to a new relay, with the position of these arrays.
+
+    Says what this worker exchanges, and which state it has now; returns where
+    the arrays are then.
+    """
+    link = self._link
+    if link.open >= 0:
+      return at
+    link.position = at
     others = states.digest([arrays[n] for n in self._others])
     described = self._text | {'other arguments': others.hex()}
     text = frames.described(self.workers.count, described)
-    if self._link.rank == frames.FOLLOWER:  # it has no state yet
-      return self._link.hello(text, b'')
-    state = [arrays[n] for n in self._nexts]
-    self._link.hello(text, states.digest(state), states.steps_in(state))
+    if link.rank == frames.FOLLOWER:  # it has no state yet
+      link.hello(text, b'')
+    else:
+      state = [arrays[n] for n in self._nexts]
+      link.hello(text, states.digest(state), states.steps_in(state))
+    return link.position
 
   def _current(self, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
     link, current = self._link, list(arrays)
     while not link.position.chain or link.position.round < link.open:
-      at = link.position
-      try:
-        self._advance(current)
-      except NotClosedError:
-        link.position = at
+      self._advance(current)
     return current
 
   def _advance(self, arrays: list[Any]) -> None:
@@ -331,8 +335,8 @@ class RemoteProgram:
   def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
     """Returns the arrays of all workers, for each array that was sent."""
     rows = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
-    present = np.array([bool(message) for message in messages])
-    ranks = [*map(int, np.flatnonzero(present))]
+    present = np.array([*map(bool, messages)])
+    ranks = np.flatnonzero(present).tolist()
     for rank in ranks:
       received = memoryview(messages[rank])[frames.CHAIN :]
       for all_rows, x in zip(rows, states.from_bytes(received, types)):

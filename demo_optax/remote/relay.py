@@ -29,24 +29,21 @@ class Relay:
   def __init__(
     self,
     address: str,
-    workers: int,
-    *,
+    options: Options,
     keys: str | None = None,
     clock: Callable[[], float] = time.monotonic,
-    **options: Any,
   ):
-    checked = Options(workers, **options)
     own = frames.keys_for(address, keys)
     with contextlib.ExitStack() as stack:
       self._ranks: dict[str, int] = {}  # by public key
-      self._socket = self._open(stack, address, checked)
+      self._socket = self._open(stack, address, options)
       if own is not None:
-        self._ranks = {key: rank for rank, key in enumerate(own.others)}
-        self._ranks[own.others[-1]] = frames.FOLLOWER
+        ranks = [*range(len(own.others) - 1), frames.FOLLOWER]
+        self._ranks = dict(zip(own.others, ranks))
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-      self.rounds = Rounds(checked, self._send, clock)
+      self.rounds = Rounds(options, self._send, clock)
       stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
 

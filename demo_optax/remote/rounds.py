@@ -38,7 +38,7 @@ sends is in capitals, see `frames`.
     joining  a minute without a request        -        idle
     joining  all others have left              -        unknown
     idle     HELLO of a longer run             -        waiting
-    idle     HELLO of another program          AGAIN    idle
+    idle     HELLO of another program          -        idle
 
 The run begins when all workers are there, or `start` seconds after the first
 one, with what most of them exchange, and from the position with the most rounds
@@ -47,9 +47,9 @@ contain it. So a worker that stops, or is cut off, costs the others one
 deadline. A worker that was late by less than a round is waited for in the next
 one, if it was not late often.
 
-A worker that was killed may be back before anybody knows: its new program asks
-again until the old one has been silent for some time. If both are heard, the
-new one is refused.
+A worker that was killed may be back before anybody knows: its new program is
+not answered, and asks again. If the old one has been heard until then, the new
+one is refused.
 
 A *follower* takes part in no round: nobody waits for it, and a minute without a
 request ends it. It is answered what a worker would be that joins: a state, then
@@ -61,7 +61,6 @@ import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -80,7 +79,7 @@ _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
 _STALE = 60.0  # seconds after which a state that does not arrive is given up
 _LINES = 20  # of one kind in the log in a minute, and one of each worker
-_LINE = 300  # characters in it
+_CUT = 100  # characters of what a stranger sends, in a line
 
 _SAME_RANK = (
   'Another program says that it is {}. Give every worker a rank of its'
@@ -94,7 +93,6 @@ class Options:
 
   workers: int
   deadline: float | None = None
-  quorum: int = 1
   start: float = 300.0
   history: int = 64
   max_message: int = 1 << 28
@@ -103,7 +101,6 @@ class Options:
     ranges = {
       'workers': (1, frames.MAX_WORKERS),
       'deadline': (0.001, 10**6),
-      'quorum': (1, self.workers),
       'start': (0, 10**9),
       'history': (1, 10**9),
       'max_message': (frames.PART, 2**48),
@@ -131,9 +128,6 @@ class _Member:
   asked: int = -1  # the last round whose list it has asked for
   joins: bool = False  # whether a state and lists are kept for it
   missed: int = 0  # rounds that have waited for it in vain
-  not_before: int = 0  # the round from which one waits for it again
-  rival: bytes = b''  # another program that says this rank
-  rival_since: float = 0.0
 
   @property
   def rank(self) -> int:
@@ -148,18 +142,9 @@ class _Member:
     return frames.name_of(self.rank)
 
 
-class _Kind(NamedTuple):
-  """Of a message: those of a round are of one kind."""
-
-  is_evaluation: bool
-  size: int
-  tag: bytes
-
-
-def _kind_of(member: _Member) -> _Kind:
-  body = member.body
-  is_evaluation = not frames.changes_state(body)
-  return _Kind(is_evaluation, len(body), body[: frames.CHAIN])
+def _step_of(body: bytes) -> tuple[int, bytes]:
+  """Returns what the messages of a round have in common."""
+  return len(body), body[: frames.CHAIN]
 
 
 class Rounds:
@@ -198,7 +183,6 @@ class Rounds:
     self._drop_state()
     # When the first hello, or message of the round, came; or the round began.
     self._began = 0.0
-    self._last_closed = 0.0
 
   def take(
     self, identity: bytes, key_rank: int | None, head: bytes, *bodies: bytes
@@ -216,14 +200,12 @@ class Rounds:
       return self._say('refused: a key that is not that of %s', name)
     member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
+      is_live = now - member.heard < _SECONDS
       # Messages of a program that has ended may still be on their way.
-      if header.program != member.rival:
-        member.rival, member.rival_since = header.program, now
-      both_live = member.heard > member.rival_since + _SECONDS / 2
-      if header.kind != frames.HELLO or both_live:
+      if header.kind != frames.HELLO or (is_live and header.again):
         return self._refuse(identity, _SAME_RANK.format(name))
-      if now - member.heard < _SECONDS:
-        return self._send(identity, Header(frames.AGAIN))
+      if is_live:
+        return None  # it asks again
       self._say('%s was started again', name)
     if header.kind == frames.HELLO and bodies:
       text, *last = bodies
@@ -239,15 +221,15 @@ class Rounds:
     self, member: _Member, identity: bytes, header: Header, *bodies: bytes
   ) -> None:
     match header.kind, bodies:
-      case frames.LISTEN, () | (_,):
+      case frames.LISTEN, _:
         self._listen(member, identity, header)
-      case frames.PULL, (_,):
-        self._pull(member, identity, header, *bodies)
-      case frames.MESSAGE, (body,) if body and not member.follows:
+      case frames.PULL, (taken,):
+        self._pull(member, identity, header, taken)
+      case frames.MESSAGE, (body,) if not member.follows:
         self._message(member, identity, header, body)
       case frames.PUSH, (part,) if not member.follows:
         self._push(identity, header, part)
-      case frames.PAUSE, ():
+      case frames.PAUSE, _:
         member.awaited = member.awaited and bool(member.body)
       case _:
         text = 'refused: kind %d with %d frames'
@@ -260,43 +242,36 @@ class Rounds:
       if members:
         self._gather(now)
       return
-    sent = joining = 0
     is_complete = True
+    has_begun = joining = False
     for key, member in members:
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
-      if not member.follows:
-        sent += bool(member.body)
-        joining += member.joins
-        is_complete &= bool(member.body) or not member.awaited
-    is_over = now - self._began > self._limit
-    # Those that join are there, and wait for a state.
-    is_quorum = sent + joining >= self.options.quorum
-    if sent and is_quorum and (is_complete or is_over):
-      self._close(now)
-    patience = max(self.options.start, 3 * self._limit)
-    if joining and now - self._began > patience:
+      has_begun |= bool(member.body)
+      is_complete &= bool(member.body) or not member.awaited
+      joining |= member.joins and not member.follows
+    seconds = now - self._began
+    if has_begun and (is_complete or seconds > self._limit):
+      self._close()
+    elif joining and seconds > max(self.options.start, 3 * self._limit):
       self._say('all workers have left the run')
       self.forget()
 
   # Workers that come ----------------------------------------------------------
 
   def _hello(self, key: int | bytes, member: _Member) -> None:
-    header, rank = member.hello, member.rank
+    header = member.hello
     if reason := self._misfit(member):
       return self._refuse(member.identity, reason)
     if self._text not in (b'', member.text):
       return self._refuse_text(member, self._text)
-    if member.follows:
-      if not self._text:
-        return self._send(member.identity, Header(frames.AGAIN))
-    elif not header.again:
-      self._say('worker %d says hello, round %d', rank, header.round)
+    if member.follows and not self._text:
+      return None  # it asks again
+    self._say('%s says hello, round %d', member.name, header.round)
     if self._text and header.round > self.round and not member.follows:
-      self._say('worker %d is back from a longer run', rank)
-      self.forget()
+      self.forget()  # it is back from a longer run
     self._members[key] = member
     if self._text:
       # One that asks again may have come before the run.
@@ -309,11 +284,10 @@ class Rounds:
     """Returns why a hello cannot be that of a worker of this run, or ''."""
     first, _, _ = member.text.partition(b'\n')
     expected = frames.described(self.options.workers, {})
-    is_possible = 0 <= member.hello.round < _MAX_ROUND and (
-      member.follows or member.rank < self.options.workers
-    )
+    is_rank = member.follows or member.rank < self.options.workers
+    is_possible = is_rank and 0 <= member.hello.round < _MAX_ROUND
     if first != expected or not is_possible:
-      found = first[:_LINE].decode('utf-8', 'replace')
+      found = first[:_CUT].decode('utf-8', 'replace')
       return (
         f'count must be that of the relay, {expected.decode()}, got {found}'
         f' from {member.name}. Start it with the count of the'
@@ -324,43 +298,41 @@ class Rounds:
 
   def _gather(self, now: float) -> None:
     """Begins the run if all workers are there, or the time for it is over."""
-    members = list(self._members.items())
-    texts = collections.Counter(member.text for _, member in members)
+    members = list(self._members.values())
+    texts = collections.Counter(member.text for member in members)
     ((text, _),) = texts.most_common(1)
     # A run that begins waits for all, one that continues only for some time.
     patience = self.options.start
-    if any(member.hello.round for _, member in members):
-      patience = max(10.0, 5 * self._limit)
+    if any(member.hello.round for member in members):
+      patience = 5 * self._limit
     is_over = now - self._began > patience
     if is_over or len(members) == self.options.workers:
-      for key, member in members:
-        if member.text != text:
-          self._refuse_text(member, text)
-          del self._members[key]
-      if is_over or len(members) == len(self._members):
+      wrong = [member for member in members if member.text != text]
+      for member in wrong:
+        self._refuse_text(member, text)
+        del self._members[member.rank]
+      if is_over or not wrong:
         self._begin(text)
 
   def _begin(self, text: bytes) -> None:
     """Begins a run, or continues one of another relay."""
     self._text = text
     members = sorted(self._members.values(), key=lambda member: member.rank)
-    positions = collections.Counter(
-      (m.hello.round, m.hello.number, m.hello.chain) for m in members
-    )
+    chains = collections.Counter(member.hello.chain for member in members)
 
-    # Of most rounds and steps, that of most workers.
-    (number, _, chain), _ = max(
-      positions.most_common(), key=lambda found: found[0][:2]
-    )
+    def standing(member: _Member) -> tuple[int, int, int]:
+      at = member.hello
+      return at.round, at.number, chains[at.chain]
+
+    # Of most rounds and steps, the state of most workers.
+    first = max(members, key=standing)
+    number, chain, last = first.hello.round, first.hello.chain, first.last
     self._lists.begin(number, chain)
-    self._then, self._compared = frames.NOTHING, number
-    # A list that some may not have received, and others have.
-    lasts = [m.last for m in members if m.hello.chain == chain and m.last]
-    for last in lasts[:1]:
-      self._then = frames.then_of(last)
-      for _, _, before in positions:
-        if frames.digest(before, *last) == chain:
-          self._lists.add(number - 1, before, last)
+    self._then, self._trained = frames.NOTHING, 0
+    # The last list, which some may not have received.
+    for before in chains:
+      if last and frames.digest(before, *last) == chain:
+        self._lists.add(number - 1, before, last)
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
@@ -369,8 +341,7 @@ class Rounds:
 
   def _welcome(self, member: _Member) -> None:
     limit = str(self.options.max_message)
-    number = member.hello.round
-    header = Header(frames.WELCOME, round=number, number=self.round)
+    header = Header(frames.WELCOME, round=member.hello.round)
     self._send(member.identity, header, limit.encode())
 
   # Rounds ---------------------------------------------------------------------
@@ -381,11 +352,13 @@ class Rounds:
     if self._lists.lead_from(header):
       if header.round == self.round:
         if not any(m.body for m in self._members.values()):
-          self._began = self._clock()
+          now = self._clock()
+          self._seconds.append(now - self._began)
+          self._began = now
         if member.awaited:
           member.missed = 0
-        member.body, member.joins = member.body or body, False
-      elif self.round >= member.not_before:
+        member.body = member.body or body
+      elif self.round % 2**member.missed < 2:
         member.awaited = True  # it is late, and may be in time now
     self._listen(member, identity, header)
 
@@ -398,8 +371,7 @@ class Rounds:
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
-      if member.follows:  # no lists need be kept for it any more
-        member.joins = False
+      member.joins = False  # no lists need be kept for it any more
       if not member.body:  # who follows does not heed it
         self._send(identity, Header(frames.AGAIN, round=number))
     elif not (header.again and was_asked):
@@ -411,41 +383,35 @@ class Rounds:
     """Seconds from the first message of a round to its end."""
     if self.options.deadline is not None:
       return self.options.deadline
-    return max(_SECONDS, _ROUNDS * self._median)
+    median = statistics.median_low(self._seconds or [0.0])
+    return max(_SECONDS, _ROUNDS * median)
 
-  @property
-  def _median(self) -> float:
-    return statistics.median(self._seconds or [0.0])
-
-  def _close(self, now: float) -> None:
+  def _close(self) -> None:
     """Ends a round: all workers get the same list."""
-    if self._leave_out_other_steps():
-      self._then = self._next_step()
     number, members = self.round, self._members.values()
+    # A worker that has called another step than most sends its message again.
+    steps = collections.Counter(_step_of(m.body) for m in members if m.body)
+    ((step, _),) = steps.most_common(1)
     messages, missing = [b''] * self.options.workers, []
     for member in members:
-      if member.body:
+      if _step_of(member.body) == step:
         messages[member.rank] = member.body
       elif member.awaited:
         missing.append(member.rank)
         # One that is often late is waited for in ever fewer rounds.
         member.missed += 1
-        member.not_before = number + 2 ** min(member.missed, 8)
     if missing:
       self._say('round %d without %s', number, sorted(missing))
-    if self._last_closed:
-      self._seconds.append(now - self._last_closed)
-    self._last_closed = self._began = now
+    if frames.changes_state(step[1]):
+      self._then = self._next_step()
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
     self._drop_lists()
     for member in members:
-      member.awaited, member.body = bool(member.body), b''
+      member.awaited = _step_of(member.body) == step
+      member.body = b''
       if member.asked == number:
         self._send_list(member, number, closed)
-    if self.round % 100 == 0:
-      text = 'round %d, %.3f s each, %d workers'
-      self._say(text, self.round, self._median, len(closed) - 1)
 
   def _next_step(self) -> int:
     """Returns the task of workers in the training step after this one.
@@ -453,33 +419,12 @@ class Rounds:
     Who sends its state does so after that step: a state that is still wanted
     then is not wanted once more.
     """
-    number = self.round + 1
-    is_due = number // CHECK_EVERY > self._compared // CHECK_EVERY
+    self._trained += 1
     if self._wants_state and self._then != frames.SEND:
-      then = frames.SEND
-    elif is_due:
-      then = frames.COMPARE
-    else:
-      return frames.NOTHING
-    self._compared = number
-    return then
-
-  def _leave_out_other_steps(self) -> bool:
-    """Drops messages that are not of most workers' step.
-
-    An evaluation has priority: a training step is sent again in the next round.
-    Returns whether the round is one of a training step.
-    """
-    senders = [member for member in self._members.values() if member.body]
-    senders.sort(key=lambda member: member.rank)
-    kinds = collections.Counter(map(_kind_of, senders)).most_common()
-    chosen, _ = max(kinds, key=lambda found: found[0].is_evaluation)
-    for member in senders:
-      if _kind_of(member) != chosen:
-        text = 'round %d without worker %d, which has called another step'
-        self._say(text, self.round, member.rank)
-        member.body = b''
-    return not chosen.is_evaluation
+      return frames.SEND
+    if self._trained % CHECK_EVERY == 0:
+      return frames.COMPARE
+    return frames.NOTHING
 
   def _send_list(
     self, member: _Member, number: int, closed: Sequence[bytes]
@@ -489,11 +434,10 @@ class Rounds:
 
   def _drop_lists(self) -> None:
     """Drops lists that nobody can need."""
-    last = self.round - 1 - self.options.history
-    if self._joining and (state := self._usable_state):
-      before = min(last, state.header.round - 1)
-      last = max(before, self.round - 1 - _MAX_LISTS)
-    self._lists.drop(last)
+    kept = self.options.history
+    if self._joining:
+      kept = max(kept, _MAX_LISTS)
+    self._lists.drop(self.round - 1 - kept)
 
   # The state, for workers that join -------------------------------------------
 
@@ -510,9 +454,7 @@ class Rounds:
     state = self._state
     if state is None or not self._lists.lead_from(state.header):
       return None
-    sender = self._members.get(state.header.rank)
-    is_recent = self._clock() - state.since < _STALE
-    arrives = sender is not None and sender.awaited and is_recent
+    arrives = self._clock() - state.since < _STALE
     return state if state.complete or arrives else None
 
   @property
@@ -528,12 +470,9 @@ class Rounds:
         self._drop_state()
         self._state = State(header, now)
       state = self._state
-      if state and not state.complete and header == state.next_header:
+      if state is not None and header == state.next_header:
         state.append(part, now)
         header = state.next_header
-        if state.complete:
-          text = 'worker %d has sent its state of round %d, %d parts'
-          self._say(text, header.rank, header.round, state.parts)
     except OSError as error:
       self._say('the state of worker %d is not kept: %s', header.rank, error)
       self._drop_state()
@@ -585,4 +524,4 @@ class Rounds:
       self._lines.clear()
     self._lines[text] += 1
     if self._lines[text] <= _LINES + self.options.workers:
-      _LOG.info('%s', (text % values)[:_LINE])
+      _LOG.info(text, *values)

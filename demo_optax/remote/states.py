@@ -1,8 +1,8 @@
 """The state that workers share, as bytes, and which workers agree on it."""
 
+import collections
 import contextlib
 import functools
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,18 +127,17 @@ def majority(sketches: Mapping[int, bytes]) -> list[int]:
 
   On hardware of one kind arrays agree to the bit, else within a tolerance.
   """
-  equal: dict[bytes, list[int]] = {}  # ranks, by what they sent
-  for rank, sent in sketches.items():
-    equal.setdefault(sent, []).append(rank)
-  by_size = sorted(equal, key=lambda sent: -len(equal[sent]))
+  counts = collections.Counter(sketches.values())
+  by_size = [sent for sent, _ in counts.most_common()]
   largest: list[int] = []
-  for center in equal:
+  for center in counts:
     # The center, and of other hardware the largest group that is close to it.
-    agreeing: dict[bytes, list[int]] = {}
+    agreeing: dict[bytes, bytes] = {}  # by hardware
     for sent in (center, *by_size):
       if _are_close(center, sent):
-        agreeing.setdefault(sent[: frames.CHAIN], equal[sent])
-    ranks = sorted(itertools.chain(*agreeing.values()))
+        agreeing.setdefault(sent[: frames.CHAIN], sent)
+    groups = agreeing.values()
+    ranks = [rank for rank, sent in sketches.items() if sent in groups]
     largest = max(largest, ranks, key=len)
   return largest if 2 * len(largest) > len(sketches) else []
 

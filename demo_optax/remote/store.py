@@ -52,7 +52,7 @@ class Lists:
       pickle.dump(closed, file)
       file.flush()
     except OSError as error:
-      self._remove(number)
+      self.drop(number)  # those before do not lead from there any more
       self._say('round %d is not kept: %s', number, error)
 
   def read(self, number: int) -> Sequence[bytes]:
@@ -64,12 +64,9 @@ class Lists:
   def drop(self, last: int) -> None:
     """Drops the lists of old rounds, up to the round `last`."""
     for old in [number for number in self._chains if number <= last]:
-      self._remove(old)
-
-  def _remove(self, number: int) -> None:
-    del self._chains[number]
-    if number in self._files:
-      _close(self._files.pop(number))
+      del self._chains[old]
+      if old in self._files:
+        _close(self._files.pop(old))
 
 
 class State:

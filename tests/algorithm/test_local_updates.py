@@ -114,7 +114,7 @@ class Leaf:
     if self.method == 'drift':
       G = [s - w.x for s, w in zip(self.own_s, self.workers)]
       Q = self.exchange.exchange(np.stack(G))
-      self.exchange.m += Q.reshape(self.exchange.matrix)
+      self.exchange.m[:] += Q.reshape(self.exchange.matrix)
       for i, w in enumerate(self.workers):
         m = self.exchange.m[i].reshape(w.x.shape)
         w.x = self.own_s[i] - 0.7 * (G[i] + DECAY * m)

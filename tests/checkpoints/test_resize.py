@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
-from demo_optax.checkpoint.placement import fit_sharding
-from demo_optax.checkpoint.regroup import weights
 
 COUNTS = st.integers(1, 12)
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
@@ -25,6 +23,16 @@ def resize(stacked, n):
 
 
 # The rule ---------------------------------------------------------------------
+
+
+def weights(former, count):
+  """Overlaps of equal parts of the unit interval, relative to a new part."""
+  # In units of 1 / (former * count) the ends of all parts are integers.
+  of_former = count * np.arange(former + 1)[None, :]
+  of_new = former * np.arange(count + 1)[:, None]
+  stops = np.minimum(of_former[:, 1:], of_new[1:])
+  starts = np.maximum(of_former[:, :-1], of_new[:-1])
+  return np.maximum(stops - starts, 0) / former
 
 
 @settings(max_examples=20)
@@ -98,16 +106,6 @@ def test_on_a_mesh(old, new, kind):
   found = checkpoint.from_leaves(saved, like, resize=True)['worker_stacked']
   assert found.sharding == like['worker_stacked'].sharding
   np.testing.assert_allclose(found, resize(x, new), atol=1e-6)
-
-
-def test_no_device_holds_more_than_it_must():
-  """8 workers on a mesh of 4 x 2, for 3: another dimension is cut."""
-  mesh = make_mesh_2d(shape=(4, 2))
-  sharding = NamedSharding(mesh, P('data', None, 'fsdp'))
-  fit = lambda *shape: tuple(fit_sharding(shape, sharding).spec)
-  assert fit(3, 8, 6, 5) == (None, 'data', 'fsdp', None)
-  assert fit(8, 8, 5) == ('data', 'fsdp', None)
-  assert fit(3, 5, 5) == (None, None, None)
 
 
 # Momentum in parameter space --------------------------------------------------

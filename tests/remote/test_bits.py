@@ -23,6 +23,7 @@ from demo_optax.remote import link as link_module
 from demo_optax.remote.link import link_of
 from demo_optax.remote.program import RemoteProgram
 from demo_optax.remote.relay import Relay
+from demo_optax.remote.rounds import Options
 from demo_optax.remote.states import whole
 
 host = lambda x: np.asarray(whole(x))
@@ -95,16 +96,22 @@ class Joined:
   With `one_trace` the first worker traces and compiles a step for all of them.
   """
 
-  def __init__(self, count, clock=time.monotonic, one_trace=False, **options):
+  def __init__(
+    self,
+    count,
+    clock=time.monotonic,
+    one_trace=False,
+    keys=None,
+    **options,
+  ):
     # A machine may be slow: no worker is late by accident.
     self.count, self.options = count, {'deadline': 60} | options
-    self.clock, self.one_trace = clock, one_trace
+    self.clock, self.one_trace, self.keys = clock, one_trace, keys
     self.address = 'tcp://127.0.0.1:*'
 
   def __enter__(self):
-    self.relay = Relay(
-      self.address, self.count, clock=self.clock, **self.options
-    )
+    options = Options(self.count, **self.options)
+    self.relay = Relay(self.address, options, self.keys, self.clock)
     self.address, self.stopped = self.relay.address, []
     if self.one_trace:
       TRACED.setdefault(self.address, {})

@@ -17,9 +17,11 @@ from test_bits import Clock, Joined, at_once, pass_when
 import demo_optax
 from demo_optax.remote import __main__ as command
 from demo_optax.remote import frames
+from demo_optax.remote import link as link_module
 from demo_optax.remote.frames import Header
 from demo_optax.remote.link import Behind, Link, Position
 from demo_optax.remote.relay import Relay
+from demo_optax.remote.rounds import Options
 
 
 class Links:
@@ -231,7 +233,8 @@ def test_messages_of_another_round_or_size(rounds, joined):
   assert found == [[b'x' * 10, b'', b'x' * 10]] * 3
 
 
-def test_two_programs_of_one_rank(joined, rounds):
+def test_two_programs_of_one_rank(joined, rounds, monkeypatch):
+  monkeypatch.setattr(link_module, '_ASK_LARGE', 0.3)
   twin = Link(joined.address, 0, None)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     hello = pool.submit(twin.hello, rounds.text, b'')
@@ -256,7 +259,7 @@ def test_keys(tmp_path):
     frames.write_keys(tmp_path, 2)
   for address in ('tcp://*:7077', 'tcp://relay.example.org:7077'):
     with pytest.raises(ValueError, match='keys must be given'):
-      Relay(address, 2)
+      Relay(address, Options(2))
     if '*' not in address:
       with pytest.raises(ValueError, match='keys must be given'):
         Link(address, 0, None)
@@ -312,7 +315,7 @@ def test_the_command_for_keys(tmp_path, capsys):
     ('--port 7077', '--workers must be given.'),
     ('--workers two', "argument --workers: invalid int value: 'two'"),
     ('--workers 0', 'workers must be from 1 to 65,535, got 0.'),
-    ('--workers 2 --quorum 3', 'quorum must be from 1 to 2, got 3.'),
+    ('--workers 2 --history 0', 'history must be from 1 to'),
     ('--workers 2 --deadline nan', 'deadline must be from 0.001 to'),
     ('--workers 2 --deadline -1', 'deadline must be from 0.001 to'),
     ('--workers 2 --start inf', 'start must be from 0 to'),
@@ -377,14 +380,19 @@ def test_a_longer_run_that_comes_back(rounds, joined):
     [lambda: new.hello(rounds.text, b'another state'), lambda: start_passes(1)],
   )
   new.gather(bytes(frames.CHAIN))
+
+  def goes_on(link):
+    with pytest.raises(Behind):
+      link.gather(bytes(frames.CHAIN))
+    assert link.open == -1  # the relay does not know it
+    link.hello(rounds.text, b'')
+    return link.gather(bytes(frames.CHAIN))
+
   # Without the one that was refused, sooner than it would have to join.
   *lists, _ = at_once(
     lambda call: call(),
     [
-      *(
-        functools.partial(link.gather, bytes(frames.CHAIN))
-        for link in rounds.links[1:]
-      ),
+      *(functools.partial(goes_on, link) for link in rounds.links[1:]),
       lambda: start_passes(2),
     ],
   )
@@ -393,6 +401,26 @@ def test_a_longer_run_that_comes_back(rounds, joined):
   with pytest.raises(Behind):
     new.gather(bytes(frames.CHAIN))
   new.close()
+
+
+def test_a_list_that_only_some_have_received(rounds, joined):
+  """The new relay has it from the others, and who sent for it learns of it.
+
+  A worker that only listened would give up nothing of its momentum, although
+  its message is in the list.
+  """
+  rounds.round()
+  link = rounds.links[2]
+  before = link.position
+  bodies = [b'%d' % n * 20 for n in range(3)]
+  rounds.each(lambda x: x.gather(bodies[x.rank]))
+  link.position = before
+  joined.restart()
+  rounds.each(lambda x: x.hello(rounds.text, b''))
+  assert link.open == before.round
+  assert link.gather(bodies[2]) == bodies
+  assert link.position == rounds.links[0].position
+  rounds.round()
 
 
 def test_a_damaged_state_is_asked_for_again(rounds, joined):

@@ -78,30 +78,6 @@ def test_round_trip_and_energy(shape, limit, padding):
   np.testing.assert_allclose(np.sum(np.square(c)), np.sum(x**2), rtol=1e-4)
 
 
-@settings(max_examples=12)  # each compiles
-@given(SHAPES, st.integers(1, 16))
-def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
-  grid = grid_of(shape, limit)
-  rng = np.random.default_rng(0)
-  c = rng.normal(size=(grid.num_chunks, grid.chunk_size)).astype(np.float32)
-
-  @jax.jit
-  def both(c):
-    cleared = chunking.clear_padding(c, grid, Dct())
-    through = chunking.to_coefficients(
-      chunking.from_coefficients(c, grid, Dct()), grid, Dct()
-    )
-    for at, project in chunking.edges(grid, Dct()):  # the same, chunk by chunk
-      flags = np.zeros(grid.folded_counts, bool)
-      flags[at] = True
-      c = jnp.where(flags.reshape(-1, 1), project(c), c)
-    return cleared, through, c
-
-  cleared, through, by_chunk = both(jnp.asarray(c))
-  np.testing.assert_allclose(cleared, through.reshape(cleared.shape), atol=2e-5)
-  np.testing.assert_allclose(by_chunk, cleared, atol=1e-5)
-
-
 # Shapes of kernels, and how `topk=32` folds them; None: as they are.
 FOLDS = {
   (64, 4, 16): (64, 64),  # attention: inputs, heads, size
