@@ -183,7 +183,7 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
 
 
 def _weights_of_senders(indices: Array, weights: Array, n: int) -> Array:
-  """Returns what all that sent each of `indices` weigh, `[workers, chunks, k]`.
+  """Returns the weight of all senders of `indices`, `[workers, chunks, k]`.
 
   Takes counts, or weights `[workers, 1, 1]`.
   """
