@@ -131,6 +131,15 @@ def unrolled(workers: int) -> int:
   return 1 if of() == 'cpu' else min(workers, 16)
 
 
+def count_by_comparison(sent: int) -> bool:
+  """Returns whether senders are counted by comparing places.
+
+  On accelerators few comparisons cost less than writing a count for every
+  coefficient, mostly zeros. CPUs write it in the caches.
+  """
+  return of() != 'cpu' and sent <= 512
+
+
 def by_product() -> bool:
   """Returns whether selections are written as products with one-hot matrices.
 

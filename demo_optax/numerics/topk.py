@@ -6,7 +6,7 @@ Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array, lax, vmap
+from jax import Array, lax
 
 from demo_optax.numerics import one_hot, packing, plain, platform
 from demo_optax.numerics.rounding import bits_of, mul_no_fma, share
@@ -143,12 +143,13 @@ def merge(
   """
   dtype = values.dtype
   if weights is None:  # counts, which are exact in any order
-    weights = present.astype(jnp.int32)
+    weights = present.astype(jnp.int32)[:, None, None]
+    of_all = jnp.sum(weights, dtype=jnp.int32, keepdims=True)  # [1, 1, 1]
   else:
-    weights = jnp.where(present, weights, 0).astype(dtype)
-  present, weights = present[:, None, None], weights[:, None, None]
+    weights = jnp.where(present, weights, 0).astype(dtype)[:, None, None]
+    of_all = _add_in_turn(None, weights, 1)[None]
+  present, of_senders = present[:, None, None], of_all
   values = jnp.where(present, values, 0)
-  of_all = of_senders = _add_in_turn(None, weights, 1)[None]  # [1, 1, 1]
   if indices is not None and platform.by_product() and _is_count(weights):
     total, senders = one_hot.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
@@ -185,14 +186,20 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
 
 
 def _weights_of_senders(indices: Array, weights: Array, n: int) -> Array:
-  """Returns what all that sent each of `indices` weigh, `[workers, chunks, k]`.
+  """Returns the weight of all senders of `indices`, `[workers, chunks, k]`.
 
   Takes counts, or weights `[workers, 1, 1]`.
   """
-  _, chunks, _ = indices.shape
+  workers, chunks, k = indices.shape
+  if _is_count(weights) and platform.count_by_comparison(workers * k):
+    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, -1)
+    counts = jnp.broadcast_to(weights, (workers, 1, k)).reshape(1, 1, -1)
+    same = places[:, :, None] == places[:, None]
+    senders = jnp.sum(jnp.where(same, counts, 0), axis=2, dtype=jnp.int32)
+    return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
   weights = jnp.broadcast_to(weights, indices.shape)
+  rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
   if _is_count(weights):
-    rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
     zeros = jnp.zeros((chunks, n), jnp.int32)
     dense = zeros.at[rows, indices].add(
       weights,
@@ -201,7 +208,11 @@ def _weights_of_senders(indices: Array, weights: Array, n: int) -> Array:
     )
   else:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
-  return vmap(lambda own: packing.take(dense, own))(indices)
+  # The rows of the scatter: others would be as large as a half of the update.
+  return dense.at[rows, indices].get(
+    mode='promise_in_bounds',
+    wrap_negative_indices=False,
+  )
 
 
 def _is_count(weights: Array) -> bool:
