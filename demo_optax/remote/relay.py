@@ -58,8 +58,7 @@ class Relay:
   def _open(
     self, stack: contextlib.ExitStack, address: str, options: Options
   ) -> Any:
-    context = zmq.Context()
-    stack.callback(context.term)
+    context: Any = stack.enter_context(zmq.Context())
     context.max_sockets = 65536
     socket = stack.enter_context(context.socket(zmq.ROUTER))
     socket.linger = 0

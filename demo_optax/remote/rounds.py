@@ -226,7 +226,7 @@ class Rounds:
       case frames.PULL, (taken,):
         self._pull(member, identity, header, taken)
       case frames.MESSAGE, (body,) if not member.follows:
-        self._message(member, identity, header, body)
+        self._listen(member, identity, header, body)
       case frames.PUSH, (part,) if not member.follows:
         self._push(identity, header, part)
       case frames.PAUSE, _:
@@ -237,25 +237,23 @@ class Rounds:
 
   def look_at_the_clock(self) -> None:
     """Begins the run, closes the round, or gives up what does not come."""
-    now, members = self._clock(), list(self._members.items())
+    now = self._clock()
     if not self._text:
-      if members:
+      if self._members:
         self._gather(now)
       return
-    is_complete = True
-    has_begun = joining = False
-    for key, member in members:
+    has_begun, is_complete = False, True
+    for key, member in list(self._members.items()):
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
       has_begun |= bool(member.body)
       is_complete &= bool(member.body) or not member.awaited
-      joining |= member.joins and not member.follows
     seconds = now - self._began
     if has_begun and (is_complete or seconds > self._limit):
       self._close()
-    elif joining and seconds > max(self.options.start, 3 * self._limit):
+    elif self._joining and seconds > max(self.options.start, 3 * self._limit):
       self._say('all workers have left the run')
       self.forget()
 
@@ -326,51 +324,47 @@ class Rounds:
 
     # Of most rounds and steps, the state of most workers.
     first = max(members, key=standing)
-    number, chain, last = first.hello.round, first.hello.chain, first.last
-    self._lists.begin(number, chain)
+    self._lists.begin(first.hello)
     self._then, self._trained = frames.NOTHING, 0
     # The last list, which some may not have received.
+    last = first.last
     for before in chains:
-      if last and frames.digest(before, *last) == chain:
-        self._lists.add(number - 1, before, last)
+      if last and frames.digest(before, *last) == first.hello.chain:
+        self._lists.add(self.round - 1, before, last)
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
     self._began = self._clock()
-    self._say('round %d, %d workers', number, len(members))
+    self._say('round %d, %d workers', self.round, len(members))
 
   def _welcome(self, member: _Member) -> None:
-    limit = str(self.options.max_message)
+    limit = b'%d' % self.options.max_message
     header = Header(frames.WELCOME, round=member.hello.round)
-    self._send(member.identity, header, limit.encode())
+    self._send(member.identity, header, limit)
 
   # Rounds ---------------------------------------------------------------------
 
-  def _message(
-    self, member: _Member, identity: bytes, header: Header, body: bytes
+  def _listen(
+    self, member: _Member, identity: bytes, header: Header, body: bytes = b''
   ) -> None:
-    if self._lists.lead_from(header):
-      if header.round == self.round:
-        if not any(m.body for m in self._members.values()):
-          now = self._clock()
-          self._seconds.append(now - self._began)
-          self._began = now
-        if member.awaited:
-          member.missed = 0
-        member.body = member.body or body
-      elif self.round % 2**member.missed < 2:
-        member.awaited = True  # it is late, and may be in time now
-    self._listen(member, identity, header)
-
-  def _listen(self, member: _Member, identity: bytes, header: Header) -> None:
+    """Takes a message, if there is one, and answers with the round's list."""
     number = header.round
     if not self._lists.lead_from(header):
       # It will ask for a state, unless somebody else has sent this.
       self._send(identity, Header(frames.GONE))
       return
+    is_open = number == self.round
+    if body and is_open:
+      if not any(m.body for m in self._members.values()):
+        now = self._clock()
+        self._seconds.append(now - self._began)
+        self._began = now
+      member.body, member.missed = body, 0
+    elif body and self.round % 2**member.missed < 2:
+      member.awaited = True  # it is late, and may be in time now
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
-    if number == self.round:
+    if is_open:
       member.joins = False  # no lists need be kept for it any more
       if not member.body:  # who follows does not heed it
         self._send(identity, Header(frames.AGAIN, round=number))

@@ -28,10 +28,10 @@ class Lists:
     self._chains: dict[int, bytes] = {}
     self._files: dict[int, IO[bytes]] = {}
 
-  def begin(self, number: int, chain: bytes) -> None:
+  def begin(self, at: Header) -> None:
     """Begins with a round that is open."""
-    self.open = number
-    self._chains[number] = chain
+    self.open = at.round
+    self._chains[at.round] = at.chain
 
   def lead_from(self, at: Header) -> bool:
     """Returns whether lists lead from a position to the open round."""

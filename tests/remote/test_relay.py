@@ -412,7 +412,7 @@ def test_a_list_that_only_some_have_received(rounds, joined):
   rounds.round()
   link = rounds.links[2]
   before = link.position
-  bodies = [b'%d' % n * 20 for n in range(3)]
+  bodies = [bytes(frames.CHAIN) + b'%d' % n for n in range(3)]
   rounds.each(lambda x: x.gather(bodies[x.rank]))
   link.position = before
   joined.restart()
