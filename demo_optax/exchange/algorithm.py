@@ -355,24 +355,29 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  terms = [jnp.ones((), jnp.int32)]
-  if weight is not None:
-    terms.append(weight)
+  # A joint sum varies over every axis that any of its terms varies over: only
+  # leaves that are sharded over the same axes are summed together.
+  groups: dict[tuple[str, ...], list[int]] = {(): []}
   for i in layout.averaged:
-    term = gradients[i].astype(layout.leaves[i].dtype)
-    if weight is not None:
-      term = rounding.mul_no_fma(weight, term)
-    terms.append(term)
-  terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
-  count, *totals = sums(terms, group.axis)
-  total_weight = count
-  if weight is not None:
-    total_weight, *totals = totals
+    groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
   averages = {}
-  for i, total in zip(layout.averaged, totals):
-    share = rounding.share(1, total_weight, total.dtype)
-    averages[i] = rounding.mul_no_fma(share, total)
-  return averages, count
+  scalars = [valid.astype(jnp.int32)]
+  if weight is not None:
+    scalars.append(jnp.where(valid, weight, 0))
+  for axes, members in groups.items():
+    terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    if weight is not None:
+      terms = [rounding.mul_no_fma(weight, term) for term in terms]
+    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    if axes:
+      totals = sums(terms, group.axis)
+    else:  # the first group
+      summed = sums([*terms, *scalars], group.axis)
+      totals, scalars = summed[: len(members)], summed[len(members) :]
+    for i, total in zip(members, totals):
+      share = rounding.share(1, scalars[-1], total.dtype)
+      averages[i] = rounding.mul_no_fma(share, total)
+  return averages, scalars[0]
 
 
 def _metrics(

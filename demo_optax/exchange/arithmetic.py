@@ -45,7 +45,7 @@ def accumulate_and_select(
   indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
   held = jnp.zeros((), jnp.float32)
   if momentum is not None:
-    held = energy(momentum)[0]
+    held = energy(momentum)
   return momentum, Selected(indices, values, held)
 
 

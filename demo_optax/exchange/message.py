@@ -294,12 +294,11 @@ class Packer:
       if not self.buckets[number].error_feedback:
         continue
       _, values, held = selected[number]
-      lost = values - rounding.mul_no_fma(alpha, sent[number])
-      of_all = energy(values, sent[number], lost)
-      stays = of_all[2]
-      if self.buckets[number].format.k < self.buckets[number].format.n:
-        stays += jnp.maximum(held - of_all[0], 0)
-      energies = jnp.stack([held, of_all[1], stays])
+      chunk_format = self.buckets[number].format
+      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
+      if chunk_format.k < chunk_format.n:
+        stays += jnp.maximum(held - energy(values), 0)
+      energies = jnp.stack([held, energy(sent[number]), stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
       sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
       total += energies
@@ -373,27 +372,23 @@ def as_rows(words: Array) -> Array:
   return jnp.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
-def energy(*arrays: Array) -> Array:
-  """Returns the sum of squares of each array `[rows, n]`, float32 `[arrays]`.
+def energy(x: Array) -> Array:
+  """Returns the sum of squares of `[rows, ...]`, float32 `[]`.
 
   An estimate by a part of many rows: a metric is not worth a pass over memory.
   """
-  rows = len(arrays[0])
-  parts = list(arrays)
-  if rows >= 2 * _SAMPLE:
+  part = x
+  if len(x) >= 2 * _SAMPLE:
     # By steps of the golden ratio: no period of the rows is in step with them.
-    steps = np.arange(_SAMPLE) * _GOLDEN % 1 * rows
-    places = np.unique(steps.astype(np.int32))
-    for i, x in enumerate(arrays):
-      parts[i] = x.at[places].get(
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode='promise_in_bounds',
-        wrap_negative_indices=False,
-      )
-  squares = jnp.square(jnp.stack(parts))  # [arrays, rows, n]
-  total = jnp.sum(squares, axis=(1, 2), dtype=jnp.float32)
-  return total * (rows / len(parts[0]))
+    places = np.arange(_SAMPLE) * _GOLDEN % 1 * len(x)
+    part = x.at[np.unique(places.astype(np.int32))].get(
+      indices_are_sorted=True,
+      unique_indices=True,
+      mode='promise_in_bounds',
+      wrap_negative_indices=False,
+    )
+  total = jnp.sum(jnp.square(part), dtype=jnp.float32)
+  return total * (len(x) / len(part))
 
 
 def split(

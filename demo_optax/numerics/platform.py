@@ -148,12 +148,13 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
-def by_comparison(k: int) -> bool:
+def by_comparison(workers: int, k: int) -> bool:
   """Returns whether selections are compared with all places.
 
-  XLA:GPU joins this, of one place in each chunk, for all workers.
+  Of one place in each chunk, XLA:GPU joins this for all workers in a turn.
+  Several turns would keep an array of all selections for longer.
   """
-  return of() == 'gpu' and k == 1
+  return of() == 'gpu' and k == 1 and workers == unrolled(workers)
 
 
 def sorts_flags() -> bool:

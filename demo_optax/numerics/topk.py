@@ -110,12 +110,9 @@ def subtract(
   """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
-  n = coefficients.shape[1]
   if platform.by_product():
+    n = coefficients.shape[1]
     return coefficients - one_hot.spread(indices, values, n)
-  if platform.by_comparison(values.shape[1]):
-    places = jnp.arange(n, dtype=jnp.int32)
-    return coefficients - jnp.where(indices == places, values, 0)
   return coefficients.at[packing.row_numbers(indices), indices].add(
     -values,
     unique_indices=True,
@@ -173,10 +170,13 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   Deterministic on every backend: workers are added one after the other, and
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
-  workers, chunks, _ = values.shape
+  workers, chunks, k = values.shape
+  places = jnp.arange(n, dtype=jnp.int32)
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
+    if own is not None and platform.by_comparison(workers, k):
+      return total + jnp.where(own == places, values[worker], 0)
     return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
