@@ -19,7 +19,7 @@ TOPK = demo_optax.dct_topk(16, 4)
 SETTINGS = {  # of either process; what the error names
   'k': (TOPK, demo_optax.dct_topk(16, 5)),
   'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
-  'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
+  'values': (TOPK, demo_optax.dct_topk(16, 4, values='int8')),
   'as many bytes': (
     TOPK,
     demo_optax.Compressor(

@@ -53,7 +53,7 @@ class WorkerState(NamedTuple):
 
   # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
   # axes inside a worker; float32 (float64 for float64 parameters). Without
-  # error feedback a bucket has none.
+  # error feedback a bucket needs no momentum.
   momentum: dict[str, chex.Array]
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.

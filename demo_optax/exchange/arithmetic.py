@@ -24,8 +24,8 @@ def accumulate_and_select(
 ) -> tuple[jax.Array | None, Selected]:
   """Adds gradient chunks to momentum `[rows, n]`; selects what to send.
 
-  Momentum does not change unless `valid`, bool `[]`. Without error feedback
-  there is none.
+  Momentum does not change unless `valid`, bool `[]`. It is None without error
+  feedback.
   """
 
   def add_piece(

@@ -171,7 +171,7 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, k = values.shape
-  places = jnp.arange(n, dtype=jnp.int32)
+  places = jnp.arange(n, dtype=jnp.int32)[None]
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
