@@ -32,11 +32,6 @@ class Role(enum.Enum):
   STATISTICS = 'statistics'
   ADDED = 'added'
 
-  @property
-  def is_own(self) -> bool:
-    """Whether workers have different parts."""
-    return self in (Role.BATCH, Role.STACKED)
-
 
 def role_of(
   keys: Keys,
@@ -54,11 +49,16 @@ def role_of(
   return said or Role.SHARED
 
 
-class Parts(NamedTuple):
-  """Arrays in two lists, each in order; or what holds for each list."""
+# The list that arrays of a role are in; those of all others are equal.
+_PARTS = {Role.STACKED: 0, Role.BATCH: 1}
 
-  own: Any  # workers have different parts
-  equal: Any  # all workers have the same
+
+class Parts(NamedTuple):
+  """Arrays in lists, each in order; or what holds for each list."""
+
+  stacked: Any  # the worker's own
+  rows: Any
+  equal: Any  # on all workers
 
   @classmethod
   def of(
@@ -67,14 +67,13 @@ class Parts(NamedTuple):
     roles: Iterable[Role],
   ) -> 'Parts':
     """Parts arrays by their roles."""
-    parts = cls([], [])
+    parts = cls([], [], [])
     for x, role in zip(arrays, roles):
-      side = parts.own if role.is_own else parts.equal
-      side.append(x)
+      parts[_PARTS.get(role, 2)].append(x)
     return parts
 
   def joined(self, roles: Iterable[Role]) -> list[Any]:
     """Returns the arrays in one list again."""
     # Each list is read in its own order.
-    own, equal = iter(self.own), iter(self.equal)
-    return [next(own if role.is_own else equal) for role in roles]
+    lists = [*map(iter, self)]
+    return [next(lists[_PARTS.get(role, 2)]) for role in roles]

@@ -55,22 +55,17 @@ traced_step: contextvars.ContextVar[Workers | None] = contextvars.ContextVar(
 # Raises for values that must differ, or must not.
 Check = Callable[[Origins], None]
 
-# Returns its operands. With `outputs`, these come from an exchange, which says
-# whether they differ.
+# Returns its operands.
 watch_p = core.Primitive('demo_optax_watch')
 watch_p.multiple_results = True
 
 
 def watch(
   arrays: Sequence[jax.Array],
-  check: Check | None = None,
-  outputs: tuple[bool, ...] | None = None,
+  check: Check,
 ) -> list[jax.Array]:
-  """Returns `arrays`; leaves a check in the program.
-
-  `outputs` says which results an exchange makes different for workers.
-  """
-  return watch_p.bind(*arrays, check=check, outputs=outputs)
+  """Returns `arrays`; leaves a check in the program."""
+  return watch_p.bind(*arrays, check=check)
 
 
 @watch_p.def_impl
@@ -116,21 +111,14 @@ batching.primitive_batchers[watch_p] = _batch
 def waits(
   eqns: Iterable[JaxprEqn],
   axis: Axis,
-  also: Sequence[str] = (),
 ) -> bool:
-  """Returns whether workers wait for each other in some of the equations.
-
-  True as well for the primitives `also`, by name.
-  """
+  """Returns whether workers wait for each other in some of the equations."""
   for eqn in eqns:
     # By parameters, since JAX has many collectives.
-    name, params = eqn.primitive.name, eqn.params
-    is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
-    is_collective = _is_over(params, axis) and name != 'axis_index'
-    if name in (meet_p.name, *also) or is_exchange or is_collective:
+    if eqn.primitive is meet_p or _is_over(eqn.params, axis):
       return True
-    programs = core.jaxprs_in_params(params)
-    if any(waits(jaxpr.eqns, axis, also) for jaxpr in programs):
+    programs = core.jaxprs_in_params(eqn.params)
+    if any(waits(jaxpr.eqns, axis) for jaxpr in programs):
       return True
   return False
 
@@ -215,9 +203,11 @@ class Follower:
         return self._while(eqn, inputs)
       case 'cond':
         return self._cond(eqn, inputs)
-      # Our own: a check or an exchange, and a meeting at the relay.
+      # Our own: a check, and a meeting at the relay.
       case watch_p.name:
-        return self._watch(eqn, inputs)
+        if self._checks:
+          eqn.params['check'](inputs)
+        return inputs
       case meet_p.name:  # rows, who is present, whether this worker is
         return _SAME, _SAME, _OWN
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
@@ -239,18 +229,6 @@ class Follower:
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self.follow(inner, inputs)
     return [_joined(inputs)] * count
-
-  def _watch(
-    self,
-    eqn: JaxprEqn,
-    inputs: Origins,
-  ) -> Origins:
-    check, outputs = eqn.params['check'], eqn.params['outputs']
-    if check is not None and self._checks:
-      check(inputs)
-    if outputs is None:
-      return inputs
-    return [_OWN if differs else _SAME for differs in outputs]
 
   def _loop(
     self,
