@@ -99,8 +99,10 @@ def main(args: list[str]) -> None:
     served = relay.Relay(f'tcp://{host}:{port}', options, keys)
   except zmq.ZMQError as error:
     parser.error(f'{error}. Give another --port.')
-  except (ValueError, OSError) as error:
+  except ValueError as error:
     parser.error(str(error))
+  except OSError as error:
+    parser.error(f'{error}. Give another --write-keys.')
   logging.basicConfig(
     level=logging.INFO,
     format='%(asctime)s %(message)s',

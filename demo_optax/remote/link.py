@@ -253,8 +253,7 @@ class Link:
       self.position = Position()
       raise Behind
     if answer.kind == frames.UNKNOWN:
-      _LOG.info('the relay is a new one; %s says hello', self._name)
-      self.open = -1
+      self.open = -1  # the relay is a new one
       raise Behind
     return answer, found
 

@@ -232,8 +232,7 @@ class Rounds:
       case frames.PAUSE, _:
         member.awaited = member.awaited and bool(member.body)
       case _:
-        text = 'refused: kind %d with %d frames'
-        self._say(text, header.kind, len(bodies))
+        self._say('refused: %d of kind %d', len(bodies), header.kind)
 
   def look_at_the_clock(self) -> None:
     """Begins the run, closes the round, or gives up what does not come."""
@@ -267,7 +266,8 @@ class Rounds:
       return self._refuse_text(member, self._text)
     if member.follows and not self._text:
       return None  # it asks again
-    self._say('%s says hello, round %d', member.name, header.round)
+    if not header.again:
+      self._say('%s says hello, round %d', member.name, header.round)
     if self._text and header.round > self.round and not member.follows:
       self.forget()  # it is back from a longer run
     self._members[key] = member
