@@ -207,9 +207,9 @@ def test_one_gather_for_messages_and_one_for_averages(inside):
 # Surgery: a state that was made for other parameters ------------------------------
 
 GROWING = {
-  'a': {'kernel': jnp.ones((8, 16))},
-  'b': jnp.ones(16),
-  'c': jnp.ones((16, 16)),
+  'a': {'kernel': np.ones((8, 16), np.float32)},
+  'b': np.ones(16, np.float32),
+  'c': np.ones((16, 16), np.float32),
 }
 
 
@@ -218,8 +218,8 @@ def without(name):
 
 
 SURGERY = {  # the new parameters, and a leaf that the error must name
-  'a matrix more': ({**GROWING, 'z': jnp.ones((4, 4))}, 'z'),
-  'a vector more': ({**GROWING, 'z': jnp.ones(4)}, 'z'),
+  'a matrix more': ({**GROWING, 'z': np.ones((4, 4), np.float32)}, 'z'),
+  'a vector more': ({**GROWING, 'z': np.ones(4, np.float32)}, 'z'),
   'a matrix less': (without('c'), 'c'),
   'a vector less': (without('b'), 'b'),
   'a matrix renamed': ({**without('c'), 'z': GROWING['c']}, 'z'),

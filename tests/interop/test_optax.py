@@ -25,7 +25,7 @@ N = 3
 WORKERS = demo_optax.Workers.simulated(N)
 COMPRESSOR = demo_optax.dct_topk(16, 6)
 SHAPES = {'w': (20, 32), 'b': (32,)}
-PARAMS = {k: jnp.ones(shape) for k, shape in SHAPES.items()}
+PARAMS = {k: np.ones(s, np.float32) for k, s in SHAPES.items()}
 
 
 @jax.numpy_dtype_promotion('standard')  # optax's own schedules
@@ -324,11 +324,12 @@ class Model(eqx.Module):
     return self.dropout(self.mlp(x), inference=True)
 
 
-MODEL = Model(
-  eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)),
-  eqx.nn.Dropout(0.5),
-  jnp.arange(3),
-)
+@functools.cache
+def whole_model():
+  mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+  return Model(mlp, eqx.nn.Dropout(0.5), jnp.arange(3))
+
+
 EXCHANGE = functools.partial(
   demo_optax.scale_by_demo, COMPRESSOR, workers=WORKERS
 )
@@ -356,7 +357,7 @@ trained = functools.partial(eqx.filter, filter_spec=eqx.is_inexact_array)
 @pytest.mark.parametrize('name', ['per_worker', 'demo_muon', 'demo_diloco'])
 def test_a_whole_model_in_a_step(name):
   """The bits of its trained leaves alone; links and chains of all kinds."""
-  tx = TRANSFORMATIONS[name]()
+  tx, fresh = TRANSFORMATIONS[name](), whole_model()
 
   def loss_fn(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
@@ -369,25 +370,26 @@ def test_a_whole_model_in_a_step(name):
       return eqx.apply_updates(model, updates), state
 
     batch = random_tree(0, {'x': (2 * N, 4)})['x']
-    model, state = step(MODEL, tx.init(trained(MODEL)), batch)
+    model, state = step(fresh, tx.init(trained(fresh)), batch)
     return trained(model), state
 
   found = after_a_step(lambda model: model)
   assert_same_bits(found, after_a_step(trained))
-  assert np.any(found[0].mlp.layers[0].weight != MODEL.mlp.layers[0].weight)
+  assert np.any(found[0].mlp.layers[0].weight != fresh.mlp.layers[0].weight)
 
 
 @pytest.mark.parametrize('name', TRANSFORMATIONS)
 def test_a_whole_model_outside_of_a_step(name):
-  tx, params = TRANSFORMATIONS[name](), trained(MODEL)
+  tx, model = TRANSFORMATIONS[name](), whole_model()
+  params = trained(model)
   with pytest.raises(ValueError, match='filter.model, eqx.is_inexact_array'):
-    tx.init(MODEL)
+    tx.init(model)
   if name not in ('per_worker', 'demo'):  # others have their links
     return
   gradients = jax.tree.map(lambda p: jnp.stack([p, 2 * p, 3 * p]), params)
   state = tx.init(params)
   assert_same_bits(
-    tx.update(gradients, state, MODEL), tx.update(gradients, state, params)
+    tx.update(gradients, state, model), tx.update(gradients, state, params)
   )
 
 

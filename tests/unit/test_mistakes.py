@@ -16,7 +16,7 @@ from demo_optax import compressors
 N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}
-PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
+PARAMS = {k: np.ones(s, np.float32) for k, s in SHAPES.items()}
 NUMBERS = contrib.MuonDimensionNumbers
 
 
