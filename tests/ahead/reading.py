@@ -75,14 +75,11 @@ def _by_dtype(collective):
 def operations(module):
   """Counts of what is slow or unordered where it is compiled in."""
   scatters = module.all('scatter')
-  # By how many maps they are in: a step on a mesh is in one itself, and the
-  # exchange in another one inside of it.
-  products = {}
-  for x in module.all('dot', 'convolution'):
-    if name := re.search(r'op_name="([^"]*)dot_general', x.attributes):
-      depth = name[1].count('shard_map/')
-      products.setdefault(depth, []).append(x)
-  exchange = products.get(max(filter(None, products), default=1), [])
+  exchange = [
+    x
+    for x in module.all('dot', 'convolution')
+    if re.search(r'op_name="[^"]*shard_map/[^"]*dot_general', x.attributes)
+  ]
   return {
     'sorts': sum(
       times
