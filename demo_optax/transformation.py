@@ -14,7 +14,7 @@ from chex import Numeric
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
+from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, make_layout
@@ -247,20 +247,23 @@ def scale_by_demo(
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
     if weight is not None:
-      weight = checks.checked_weight(weight, workers)
-    return update_here(*given, weight, inside.workers_here(workers))
+      # By this name it is one of each worker.
+      own = {STACKED: checks.checked_weight(weight, workers)}
+      given = *given[:3], given[3] | own
+    return inside.for_workers(stacked_update_fn, workers)(*given)
 
-  def update_here(
+  def stacked_update_fn(
     updates: Any,
     state: DeMoState,
     params: Any,
     hyper: Any,
-    weight: jax.Array | None,
     workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
+    hyper = dict(hyper)
+    weight = hyper.pop(STACKED, None)
     config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []

@@ -72,11 +72,6 @@ class Array:
     return dotted(self.keys)
 
   @property
-  def worker_dim(self) -> int | None:
-    """Along which axis it is cut over the workers, None if it is not."""
-    return {Role.STACKED: 0, Role.BATCH: self.axis}.get(self.role)
-
-  @property
   def shape(self) -> Shape:
     """The shape, as all workers have it."""
     return self.type.shape

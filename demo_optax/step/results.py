@@ -154,8 +154,8 @@ def settle(
 ) -> jax.Array:
   """Makes a result from what each worker returns.
 
-  Rows and what is the worker's own stay as they are. All else is made equal on
-  all workers. `old` is the argument whose next value it is.
+  Rows have their axis first; what is the worker's own stays as it is. All else
+  is made equal on all workers. `old` is the argument whose next value it is.
   """
   # Whether or not it differs.
   match result.role:
@@ -163,7 +163,7 @@ def settle(
       return x
     case Role.BATCH:
       _check_rows(result, x, call)
-      return x
+      return jnp.moveaxis(x, call.axis, 0)
     case Role.ADDED if Origin.TOTAL in origin:
       # Each worker has added to the same total.
       return old + collectives.total(x - old, axis)

@@ -32,6 +32,11 @@ class Role(enum.Enum):
   STATISTICS = 'statistics'
   ADDED = 'added'
 
+  @property
+  def is_own(self) -> bool:
+    """Whether workers have different parts."""
+    return self in (Role.BATCH, Role.STACKED)
+
 
 def role_of(
   keys: Keys,
@@ -49,16 +54,11 @@ def role_of(
   return said or Role.SHARED
 
 
-# The list that arrays of a role are in; those of all others are equal.
-_PARTS = {Role.STACKED: 0, Role.BATCH: 1}
-
-
 class Parts(NamedTuple):
-  """Arrays in lists, each in order; or what holds for each list."""
+  """Arrays in two lists, each in order; or what holds for each list."""
 
-  stacked: Any  # the worker's own
-  rows: Any
-  equal: Any  # on all workers
+  own: Any  # workers have different parts
+  equal: Any  # all workers have the same
 
   @classmethod
   def of(
@@ -67,13 +67,14 @@ class Parts(NamedTuple):
     roles: Iterable[Role],
   ) -> 'Parts':
     """Parts arrays by their roles."""
-    parts = cls([], [], [])
+    parts = cls([], [])
     for x, role in zip(arrays, roles):
-      parts[_PARTS.get(role, 2)].append(x)
+      side = parts.own if role.is_own else parts.equal
+      side.append(x)
     return parts
 
   def joined(self, roles: Iterable[Role]) -> list[Any]:
     """Returns the arrays in one list again."""
     # Each list is read in its own order.
-    lists = [*map(iter, self)]
-    return [next(lists[_PARTS.get(role, 2)]) for role in roles]
+    own, equal = iter(self.own), iter(self.equal)
+    return [next(own if role.is_own else equal) for role in roles]

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,6 +35,9 @@ _ORIGINS = {
 class Runner:
   """Runs a step for all workers, or for one separate program.
 
+  Outside the map a worker's own arrays have a leading axis: momentum is
+  `[workers, ...]`, a batch `[workers, rows, ...]`.
+
   Attributes:
     workers: those that it runs for.
     step: written for one worker.
@@ -49,104 +52,105 @@ class Runner:
     self, *arrays: jax.Array, index: Any = None
   ) -> tuple[list[jax.Array], results.Returned]:
     """Runs the step for all workers, or for the separate program `index`."""
-    workers = self.workers
+    workers, call = self.workers, self.call
+    given = call.replace(Role.BATCH, self._split, arrays)
+    parts = Parts.of(given, call.roles)
     if index is not None:
       with lift.context(workers):
-        found, known = self._on_device(workers, index, arrays)
-    elif workers.mesh is not None:
-      found, known = self._on_mesh(arrays)
+        found, known = self._run_alone(workers, index, parts)
+    elif workers.mesh is not None and not workers.param_specs.all_sizes:
+      found, known = self._run_on_devices(parts)
     else:
-      found, known = self._simulated(arrays)
+      found, known = self._run_mapped(parts)
     values = []
     for x, result in zip(found.joined(known.roles), known.results):
+      if result.role is Role.BATCH:
+        x = jnp.moveaxis(lift.join_rows(workers, x), 0, call.axis)
       values.append(results.hold(workers, result, x))
     return values, known
 
-  def _on_device(
+  def _split(
+    self,
+    x: jax.Array,
+    array: Array,
+  ) -> jax.Array:
+    """Cuts a batch `[..., rows, ...]` to `[workers, ..., rows, ...]`."""
+    # split_rows: from [rows, ...] to [workers, rows, ...].
+    rows = lift.split_rows(self.workers, jnp.moveaxis(x, array.axis, 0))
+    return jnp.moveaxis(rows, 1, array.axis + 1)
+
+  def _run_alone(
     self,
     workers: Workers,
     index: jax.Array,
-    arrays: Sequence[jax.Array],
+    parts: Parts,
   ) -> _Settled:
-    """Runs the step where this device, or this program, is the worker."""
+    """Runs the step for a worker that shares no device, or is a program."""
     # From [1, ...] to the worker's own, and back.
-    given = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-    found, known = self._one_worker(workers, index, given)
-    return found._replace(stacked=[x[None] for x in found.stacked]), known
+    parts = Parts([x[0] for x in parts.own], parts.equal)
+    found, known = self._one_worker(workers, index, parts)
+    return Parts([x[None] for x in found.own], found.equal), known
 
-  def _on_mesh(self, arrays: Sequence[jax.Array]) -> _Settled:
-    """Runs the step in a `shard_map` over the workers.
-
-    Over a worker's devices JAX spreads it as in `jax.jit`.
-    """
+  def _run_on_devices(self, parts: Parts) -> _Settled:
+    """Runs the step in a `shard_map`, where each worker is one device."""
     workers, axis = self.workers, self.workers.axis_name
 
-    def one_worker(arrays: Sequence[jax.Array]) -> _Settled:
+    def one_device(parts: Parts) -> _Settled:
       index = jax.lax.axis_index(axis)
-      return self._on_device(workers.seen_along(axis), index, arrays)
+      return self._run_alone(Workers.on_axis(axis), index, parts)
 
-    def spec_of(dim: int | None) -> P:
-      return P() if dim is None else P(*[None] * dim, axis)
-
+    specs = Parts(P(axis), P())
     # Explicit types must say where arrays are before a map takes them.
-    dims = [array.worker_dim for array in self.call.arrays]
     placed = []
-    for x, dim in zip(arrays, dims):
-      placed.append(lift.along_workers(workers, x, dim))
-    out_specs = Parts(*map(spec_of, self._out_dims))
+    for spec, arrays in zip(specs, parts):
+      placed.append([lift.reshard(workers, x, spec) for x in arrays])
     return jax.shard_map(
-      one_worker,
+      one_device,
       mesh=workers.mesh,
-      axis_names={axis},
-      in_specs=([*map(spec_of, dims)],),
-      out_specs=(out_specs, P()),
+      in_specs=(specs,),
+      out_specs=(specs, P()),
       # Types do not know that parameters stay equal which each worker
       # differentiates alone; `variation.Follower` does.
       check_vma=False,
-    )(placed)
+    )(Parts(*placed))
 
-  def _simulated(self, arrays: Sequence[jax.Array]) -> _Settled:
+  def _run_mapped(self, parts: Parts) -> _Settled:
     """Runs the step under `jax.vmap`."""
-    count, axis = self.workers.count, inside.WORKER_AXIS
+    workers, axis = self.workers, inside.WORKER_AXIS
 
-    def one_worker(arrays: Sequence[jax.Array]) -> _Settled:
+    def one_worker(parts: Parts) -> _Settled:
       index = jax.lax.axis_index(axis)
-      return self._one_worker(self.workers.seen_along(axis), index, arrays)
+      return self._one_worker(Workers.on_axis(axis), index, parts)
 
-    def cut(x: jax.Array, array: Array) -> jax.Array:
-      dim = array.axis  # from [rows, ...] to [workers, rows, ...]
-      return x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-
-    found, known = jax.vmap(
-      one_worker,
-      in_axes=([array.worker_dim for array in self.call.arrays],),
-      out_axes=(self._out_dims, None),
-      axis_name=axis,
-      axis_size=count,
-    )(self.call.replace(Role.BATCH, cut, arrays))
-    dim = self.call.axis
-    rows = [jax.lax.collapse(x, dim, dim + 2) for x in found.rows]
-    return found._replace(rows=rows), known
-
-  @property
-  def _out_dims(self) -> Parts:
-    """Where results have the axis of workers."""
-    return Parts(stacked=0, rows=self.call.axis, equal=None)
+    axes = Parts(0, None)
+    # A model may name mesh axes inside a worker, also those of one device.
+    with lift.context(workers):
+      return jax.vmap(
+        one_worker,
+        in_axes=(axes,),
+        out_axes=(axes, None),
+        axis_name=axis,
+        axis_size=workers.count,
+        spmd_axis_name=workers.spmd_axis_name,
+      )(parts)
 
   def _one_worker(
     self,
     workers: Workers,
     index: jax.Array,
-    arrays: Sequence[jax.Array],
+    parts: Parts,
   ) -> _Settled:
     """Runs the step for worker `index`, with the arrays as it has them."""
     call, axis = self.call, workers.axis
+    arrays = parts.joined(call.roles)
     given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
     # `local_updates`: the model in the step is the worker's.
     if call.own_params:
       own_params.enter(call.own_params, given, call.arrays)
     # In the step nothing has a worker axis.
-    seen = dataclasses.replace(workers, stacked_state=False)
+    seen = dataclasses.replace(
+      workers, num_workers=self.workers.count, stacked_state=False
+    )
     with _explained(self.workers):
       closed, (_, known) = inside.trace(seen, self._step_of_arrays, given)
       # Before anything is run, mistakes are found in the program.
@@ -224,6 +228,12 @@ def _explained(workers: Workers) -> Iterator[None]:
         'jax.vmap, which runs simulated workers, cannot map an operation of the'
         ' step. Run them one after another:'
         f' Workers.simulated({workers.num_workers}, sequential=True).'
+      )
+    elif isinstance(error, NotImplementedError):
+      remedy = (
+        'jax.vmap, which runs workers of several devices, cannot map an'
+        ' operation of the step. Wrap the function that takes gradients:'
+        ' jax.custom_batching.sequential_vmap(jax.value_and_grad(loss_fn)).'
       )
     elif 'different trace level' in text:
       remedy = (

@@ -124,8 +124,7 @@ def check_sharding(
   would gather the whole gradient in every step, or fail at a reshape.
   """
   shape, found = np.shape(param), jax.typeof(param).sharding
-  is_callers_map = workers.num_workers is None
-  if not names_of(found.spec) or is_callers_map:
+  if not names_of(found.spec) or not workers.stacked_gradients:
     return
   expected = workers.param_specs.place(path, shape).spec
   # Axes with one device cut nothing.

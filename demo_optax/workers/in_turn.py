@@ -19,7 +19,10 @@ from demo_optax.workers.equations import (
   values_of,
   variables,
 )
-from demo_optax.workers.variation import Origin, waits
+from demo_optax.workers.variation import Origin, waits, watch_p
+
+# Equations that need the axis of the workers, beside those that communicate.
+_MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
 
 
 def run_in_turn(
@@ -55,7 +58,7 @@ def run_in_turn(
 
   waiting: list[JaxprEqn] = []  # of a worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
-    is_mapped = waits([eqn], axis)
+    is_mapped = waits([eqn], axis, _MAPPED)
     is_own = any(origins[variable].differs for variable in eqn.outvars)
     # What workers share runs at once, unless it reads what is waiting.
     is_ready = values.keys() >= {*read_by([eqn])}

@@ -1,7 +1,9 @@
 """Operations across workers, called inside a `data_parallel` step.
 
-A step is traced once, for one worker (`trace`), in a map over the workers or in
-a separate program. What communicates in it does so by collectives.
+A step is traced once, for one worker (`trace`). Where each worker has its own
+device, or is a separate program, exchanges in the step communicate by
+collectives. Else the step is run under `jax.vmap`, and an
+exchange is a rule that receives all workers' arrays.
 """
 
 import functools
@@ -12,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 from demo_optax import _tree
@@ -195,6 +198,10 @@ def differs_text(
 
 # The exchange -----------------------------------------------------------------
 
+# Returns updates and the new state, from updates, state, parameters,
+# hyperparameters, and the `workers` by which these are stacked, or of one.
+StackedUpdate = Callable[..., tuple[chex.ArrayTree, Any]]
+
 
 def check_arguments(
   workers: Workers,
@@ -231,11 +238,79 @@ def check_arguments(
   return check_own_gradients(updates), *(checked[name] for name in shared)
 
 
-def workers_here(workers: Workers) -> Workers:
-  """Returns an exchange's workers as they are seen where it is called."""
+def for_workers(
+  update: StackedUpdate,
+  workers: Workers,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns `update` for the workers that are seen here.
+
+  In a mapped step it takes one worker's arguments, and returns updates that are
+  equal on all workers.
+  """
   if workers.relay is not None:
     check_in_step(f'The update for {workers}')
-  return traced_step.get() or workers
+  # Outside a step, or on a device that is a worker, they communicate directly.
+  seen = traced_step.get() or workers
+  if seen.axis_name == WORKER_AXIS:
+    return functools.partial(_call_stacked, update, workers)
+  return functools.partial(update, workers=seen)
+
+
+def _call_stacked(
+  update: StackedUpdate,
+  workers: Workers,
+  *given: Any,
+) -> tuple[Any, Any]:
+  """Calls an update for all workers from the mapped step for one."""
+  treedef = jax.tree.structure(given)
+  # By leaf. Some hyperparameters are numbers, which the rule closes over: it
+  # must not hold tracers.
+  is_own: list[bool] = []
+  arrays: dict[int, jax.Array] = {}
+  constants: dict[int, Any] = {}
+  for number, (keys, x) in enumerate(leaves_of(given)):
+    is_update = keys[0] == 0
+    is_own.append(is_update or is_stacked(keys))
+    if _is_array(x):
+      arrays[number] = x
+    else:
+      constants[number] = x
+  results, result_def = jax.tree.flatten(given[:2])
+  num_updates = len(jax.tree.leaves(given[0]))
+  # By leaf of the updates and the state that come back.
+  differs = (False,) * num_updates + tuple(is_own[num_updates : len(results)])
+
+  def rule(
+    size: int,
+    batched: Any,
+    index: Any,
+    arrays: dict[int, jax.Array],
+  ) -> tuple[list[jax.Array], list[bool]]:
+    del index
+    # Updates to [workers, ...], momentum to [workers, rows, n].
+    everyones = dict(constants)
+    for number, x in arrays.items():
+      if is_own[number] and not batched[1][number]:  # of an unused parameter
+        x = jnp.broadcast_to(x, (size, *x.shape))
+      everyones[number] = x
+    in_order = map(everyones.get, range(len(is_own)))
+    trees = treedef.unflatten(in_order)
+    updated = update(*trees, workers)
+    return jax.tree.leaves(updated), [*differs]
+
+  # The number is mapped wherever this is reached, so that the rule is called.
+  @custom_vmap
+  def one_worker(
+    index: Any,
+    arrays: dict[int, jax.Array],
+  ) -> list[jax.Array]:
+    del index
+    # These, the updates and the state, come first.
+    return [*arrays.values()][: len(differs)]
+
+  one_worker.def_vmap(rule)
+  updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
+  return result_def.unflatten(watch(updated, outputs=differs))
 
 
 def over_workers(

@@ -54,24 +54,19 @@ def map_over(
       in_specs,
       args,
     )
-    # In a step the worker is mapped already, and its devices are not.
-    around = jax.sharding.get_abstract_mesh()
-    mesh = around if around.manual_axes else workers.mesh
-    assert mesh is not None
     mapped = jax.shard_map(
       on_device,
-      mesh=mesh,
-      axis_names={*mesh.axis_names} - {*around.manual_axes},
+      mesh=workers.mesh,
       in_specs=jax.tree.map(whole, in_specs),
       out_specs=jax.tree.map(whole, out_specs),
       check_vma=workers.stacked_gradients,  # `meet` has no such types
     )
     return mapped(*placed)
 
-  if workers.stacked_gradients or workers.param_specs.all_sizes:
-    if workers.mesh is not None:
-      return on_mesh
+  if workers.kind == 'simulated':
     return functools.partial(_simulate, workers, fun, in_specs, out_specs)
+  if workers.mesh is not None:
+    return on_mesh
   # In a step nothing is stacked: the function runs as it is.
   specs = jax.tree.leaves((in_specs, out_specs))
   if any(spec.stacked for spec in specs):
@@ -89,10 +84,8 @@ def _on_mesh(workers: Workers, spec: Spec) -> P:
 def _named(
   workers: Workers,
   spec: P,
-) -> NamedSharding | P:
+) -> NamedSharding:
   assert workers.mesh is not None
-  if jax.sharding.get_abstract_mesh().manual_axes:
-    return spec
   return NamedSharding(workers.mesh, spec)
 
 
@@ -107,9 +100,7 @@ def _simulate(
 
   What is sharded gets an axis for the devices, before the axis for the block.
   """
-  sizes = {}
-  if workers.stacked_gradients:
-    sizes[workers.axis_name] = workers.count
+  sizes = {workers.axis_name: workers.count}
   sizes |= workers.param_specs.axis_sizes
   names = [*sizes]
 
@@ -316,24 +307,33 @@ def spread(
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
-def along_workers(
+def split_rows(
   workers: Workers,
   x: jax.Array,
-  dim: int | None,
 ) -> jax.Array:
-  """Returns an array that is cut over the workers where a type says it.
-
-  Along one dimension, or along none. Over a worker's devices it stays as it is.
-  """
+  """Returns a batch `[workers * b, ...]` as rows `[workers, b, ...]`."""
+  shape = (workers.num_here, -1, *x.shape[1:])
   if not workers.is_explicit:
-    return x
-  spec, axis = jax.typeof(x).sharding.spec, workers.axis_name
-  entries = []
-  for number in range(x.ndim):
-    inner = tuple(name for name in entry(spec, number) if name != axis)
-    names = (axis, *inner) if number == dim else inner
-    entries.append(names or None)
-  return reshard(workers, x, P(*entries))
+    return place(workers, x.reshape(shape))
+  # A batch may be spread over the devices of a worker as well, and stays so.
+  axis, old = workers.axis_name, jax.typeof(x).sharding.spec
+  inner = tuple(name for name in entry(old, 0) if name != axis)
+  x = reshard(workers, x, P((axis, *inner), *old[1:]))
+  spec = P(axis, inner or None, *old[1:])
+  return x.reshape(shape, out_sharding=_named(workers, spec))
+
+
+def join_rows(
+  workers: Workers,
+  x: jax.Array,
+) -> jax.Array:
+  """Returns rows `[workers, b, ...]` as a batch: undoes `split_rows`."""
+  shape = (-1, *x.shape[2:])
+  if not workers.is_explicit:
+    return x.reshape(shape)
+  old = jax.typeof(x).sharding.spec
+  spec = P((workers.axis_name, *entry(old, 1)), *old[2:])
+  return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
 def reshard(

@@ -55,17 +55,22 @@ traced_step: contextvars.ContextVar[Workers | None] = contextvars.ContextVar(
 # Raises for values that must differ, or must not.
 Check = Callable[[Origins], None]
 
-# Returns its operands.
+# Returns its operands. With `outputs`, these come from an exchange, which says
+# whether they differ.
 watch_p = core.Primitive('demo_optax_watch')
 watch_p.multiple_results = True
 
 
 def watch(
   arrays: Sequence[jax.Array],
-  check: Check,
+  check: Check | None = None,
+  outputs: tuple[bool, ...] | None = None,
 ) -> list[jax.Array]:
-  """Returns `arrays`; leaves a check in the program."""
-  return watch_p.bind(*arrays, check=check)
+  """Returns `arrays`; leaves a check in the program.
+
+  `outputs` says which results an exchange makes different for workers.
+  """
+  return watch_p.bind(*arrays, check=check, outputs=outputs)
 
 
 @watch_p.def_impl
@@ -111,14 +116,21 @@ batching.primitive_batchers[watch_p] = _batch
 def waits(
   eqns: Iterable[JaxprEqn],
   axis: Axis,
+  also: Sequence[str] = (),
 ) -> bool:
-  """Returns whether workers wait for each other in some of the equations."""
+  """Returns whether workers wait for each other in some of the equations.
+
+  True as well for the primitives `also`, by name.
+  """
   for eqn in eqns:
     # By parameters, since JAX has many collectives.
-    if eqn.primitive is meet_p or _is_over(eqn.params, axis):
+    name, params = eqn.primitive.name, eqn.params
+    is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
+    is_collective = _is_over(params, axis) and name != 'axis_index'
+    if name in (meet_p.name, *also) or is_exchange or is_collective:
       return True
-    programs = core.jaxprs_in_params(eqn.params)
-    if any(waits(jaxpr.eqns, axis) for jaxpr in programs):
+    programs = core.jaxprs_in_params(params)
+    if any(waits(jaxpr.eqns, axis, also) for jaxpr in programs):
       return True
   return False
 
@@ -203,11 +215,9 @@ class Follower:
         return self._while(eqn, inputs)
       case 'cond':
         return self._cond(eqn, inputs)
-      # Our own: a check, and a meeting at the relay.
+      # Our own: a check or an exchange, and a meeting at the relay.
       case watch_p.name:
-        if self._checks:
-          eqn.params['check'](inputs)
-        return inputs
+        return self._watch(eqn, inputs)
       case meet_p.name:  # rows, who is present, whether this worker is
         return _SAME, _SAME, _OWN
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
@@ -229,6 +239,18 @@ class Follower:
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self.follow(inner, inputs)
     return [_joined(inputs)] * count
+
+  def _watch(
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
+    check, outputs = eqn.params['check'], eqn.params['outputs']
+    if check is not None and self._checks:
+      check(inputs)
+    if outputs is None:
+      return inputs
+    return [_OWN if differs else _SAME for differs in outputs]
 
   def _loop(
     self,

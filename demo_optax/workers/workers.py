@@ -108,7 +108,8 @@ class Workers:
   ) -> 'Workers':
     """Makes a worker at each position along a mesh axis.
 
-    Workers exchange, and run a `data_parallel` step, in a `jax.shard_map`.
+    Workers exchange in a `jax.shard_map`. A `data_parallel` step is run by it
+    if the mesh has no other axis, and else by `jax.vmap`.
 
     A worker is all the devices at its position, which replicate the parameters,
     or shard them by `param_specs`. A device exchanges its shard's chunks,
@@ -286,12 +287,6 @@ class Workers:
   def bucket_spec(self) -> Spec:
     """The layout for arrays with the shape `bucket_shape`."""
     return Spec(self.stacked_state, self.param_specs.bucket_spec)
-
-  def seen_along(self, axis_name: str) -> 'Workers':
-    """Returns these workers as one of them sees them, in a map over an axis."""
-    return dataclasses.replace(
-      self, kind='on_axis', axis_name=axis_name, stacked_state=False
-    )
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape for an array that has `shape` on every device.
