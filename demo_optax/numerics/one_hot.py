@@ -38,15 +38,16 @@ def spread(indices: Array, values: Array, n: int) -> Array:
 def add_up(
   indices: Array, values: Array, present: Array, n: int
 ) -> tuple[Array, Array]:
-  """Adds up values `[workers, chunks, k]`, and the workers that are `present`.
+  """Adds up values `[workers, chunks, k]` from the workers that are `present`.
 
-  The latter are `[workers, 1, 1]`. Returns tables `[chunks, rows, columns]`: of
-  sums, and of how many workers they are from, as floats.
+  Returns tables `[chunks, rows, columns]`: the sums, and from how many workers
+  each is, as floats.
   """
-  # [chunks, workers * k]
-  ones = _side_by_side(jnp.broadcast_to(present, values.shape))
-  ones = ones.astype(values.dtype)[:, None]
-  values, indices = _side_by_side(values), _side_by_side(indices)
+  k = values.shape[2]
+  values = _side_by_side(jnp.where(present[:, None, None], values, 0))
+  indices = _side_by_side(indices)
+  # [1, 1, workers * k]
+  ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
   _, columns = _one_hot(indices, n)
   # The rows of sums, then those of counts, in one product.
   number = _num_rows(n)

@@ -1,6 +1,7 @@
 """Arithmetic whose rounding does not depend on the program around it."""
 
 import jax.numpy as jnp
+import numpy as np
 from chex import Numeric
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -58,3 +59,16 @@ def share(
   """
   total = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
   return hidden(jnp.asarray(part, dtype) / total, total)
+
+
+def exact_reciprocal(
+  count: Array,
+  most: int,
+  dtype: DTypeLike,
+) -> Array:
+  """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
+
+  Looked up, since compilers divide in one program and multiply in another.
+  """
+  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
+  return jnp.asarray(inverse, dtype)[count]

@@ -6,10 +6,15 @@ Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, vmap
 
 from demo_optax.numerics import one_hot, packing, plain, platform
-from demo_optax.numerics.rounding import bits_of, mul_no_fma, share
+from demo_optax.numerics.rounding import (
+  bits_of,
+  exact_reciprocal,
+  hidden,
+  mul_no_fma,
+)
 
 Average = Literal['senders', 'workers']
 
@@ -138,30 +143,39 @@ def merge(
   Returns dense `[chunks, n]`, and the number of different coefficients that
   were sent, float32 `[]`.
   """
-  dtype = values.dtype
-  if weights is None:  # counts, which are exact in any order
-    weights = present.astype(jnp.int32)[:, None, None]
-    of_all = jnp.sum(weights, dtype=jnp.int32, keepdims=True)  # [1, 1, 1]
-  else:
-    weights = jnp.where(present, weights, 0).astype(dtype)[:, None, None]
-    of_all = _add_in_turn(None, weights, 1)[None]
-  present, of_senders = present[:, None, None], of_all
-  values = jnp.where(present, values, 0)
-  if indices is not None and platform.by_product() and _is_count(weights):
+  everyone = jnp.sum(present, dtype=jnp.int32)
+  if indices is not None and platform.by_product() and weights is None:
     total, senders = one_hot.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
-    if average == 'workers':
-      senders = of_all.astype(dtype)
-    mean = platform.laid_out(total / jnp.maximum(senders, 1), in_lanes=True)
+    if average == 'senders':
+      mean = total / jnp.maximum(senders, 1)
+    else:
+      share = exact_reciprocal(everyone, len(values), values.dtype)
+      mean = mul_no_fma(share, total)
+    mean = platform.laid_out(mean, in_lanes=True)
     return mean.reshape(len(mean), -1)[:, :n], distinct
-  if indices is not None and len(values) > 1:
-    of_senders = _weights_of_senders(indices, weights, n)
-  shares = share(weights, of_senders, dtype)
-  one_each = jnp.broadcast_to(shares, values.shape)
+
+  workers, counted = len(values), present[:, None, None]
+  if weights is not None:
+    weights = jnp.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.broadcast_to(weights[:, None, None], values.shape)
+
+  def shares_of(indices: Array | None) -> Array:
+    """Returns shares in each coefficient, or without indices in all."""
+    if weights is not None:
+      return _weighted_shares(indices, weights, n)
+    senders = everyone
+    if indices is not None and workers > 1:
+      senders = _count_senders(indices, counted, n)
+    return exact_reciprocal(senders, workers, values.dtype)
+
+  shares = shares_of(indices)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
-    shares = share(weights, of_all, dtype)
-  return _add_in_turn(indices, mul_no_fma(shares, values), n), distinct
+    shares = shares_of(None)
+  values = jnp.where(counted, mul_no_fma(shares, values), 0)
+  return _add_in_turn(indices, values, n), distinct
 
 
 def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
@@ -185,35 +199,36 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   return lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
 
 
-def _weights_of_senders(indices: Array, weights: Array, n: int) -> Array:
-  """Returns the weight of all senders of `indices`, `[workers, chunks, k]`.
+def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
+  """Returns shares of `weights [workers, chunks, k]` in those of all senders.
 
-  Takes counts, or weights `[workers, 1, 1]`.
+  Without indices every worker has sent every value.
   """
-  workers, chunks, k = indices.shape
-  if _is_count(weights) and platform.count_by_comparison(workers * k):
-    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, -1)
-    counts = jnp.broadcast_to(weights, (workers, 1, k)).reshape(1, 1, -1)
-    same = places[:, :, None] == places[:, None]
-    senders = jnp.sum(jnp.where(same, counts, 0), axis=2, dtype=jnp.int32)
-    return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
-  weights = jnp.broadcast_to(weights, indices.shape)
-  rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
-  if _is_count(weights):
-    zeros = jnp.zeros((chunks, n), jnp.int32)
-    dense = zeros.at[rows, indices].add(
-      weights,
-      mode='promise_in_bounds',
-      wrap_negative_indices=False,
-    )
+  if indices is None:
+    total = _add_in_turn(None, weights, weights.shape[2])[None]
   else:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
-  # The rows of the scatter: others would be as large as a half of the update.
-  return dense.at[rows, indices].get(
-    mode='promise_in_bounds',
-    wrap_negative_indices=False,
+    total = vmap(lambda own: take(dense, own))(indices)
+  # Compilers divide by constants in some programs, and multiply in others.
+  return weights / hidden(jnp.where(total > 0, total, 1), weights)
+
+
+def _count_senders(indices: Array, counted: Array, n: int) -> Array:
+  """Returns how many of the `counted` sent each of `indices`, int32."""
+  workers, chunks, k = indices.shape
+  if platform.count_by_comparison(workers * k):
+    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
+    from_counted = jnp.broadcast_to(counted, (workers, 1, k)).reshape(1, 1, -1)
+    same = (places[:, :, None] == places[:, None]) & from_counted
+    senders = jnp.sum(same, axis=2, dtype=jnp.int32)
+    return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
+  rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
+  ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
+  counts = (
+    jnp.zeros((chunks, n), jnp.int32)
+    .at[rows, indices]
+    .add(ones, mode='promise_in_bounds', wrap_negative_indices=False)
   )
-
-
-def _is_count(weights: Array) -> bool:
-  return weights.dtype == jnp.int32
+  return counts.at[rows, indices].get(
+    mode='promise_in_bounds', wrap_negative_indices=False
+  )
