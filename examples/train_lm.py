@@ -300,8 +300,12 @@ def restore(
   try:
     step, state = checkpoints.restore(resize=args.resize)
     for name, saved in state['data'].items():
-      if saved != now['data'][name]:
-        raise ValueError(f'the checkpoint is of a run with another --{name}.')
+      here = now['data'][name]
+      if saved != here:
+        raise ValueError(
+          f'the checkpoint is of a run with another --{name}: {saved} there,'
+          f' {here} here.'
+        )
   except (FileNotFoundError, ValueError) as error:
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     flags.refuse(f'--resume: {error}{hint}')

@@ -127,7 +127,7 @@ def test_resume_with_another_number_of_workers(tmp_path, capsys):
       ['--workers', '2', '--resume', '--width', '64'],
       '(?s)must fit like.*float32',
     ),
-    (['--workers', '2', '--resume', '--seed', '1'], 'a run with --seed 0'),
+    (['--workers', '2', '--resume', '--seed', '1'], '--seed: 0 there, 1 here'),
     (['--workers', '2'], 'give --resume'),
   ):
     with pytest.raises(SystemExit, match='2'):
