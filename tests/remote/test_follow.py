@@ -16,7 +16,14 @@ from test_rounds import TRAIN, Desk, Worker, awaited, joining
 
 import demo_optax
 from demo_optax.remote import frames
+from demo_optax.remote import link as link_module
 from demo_optax.remote.link import Behind, Link, link_of
+
+
+@pytest.fixture
+def asks_often(monkeypatch):
+  """A follower that comes before the run asks again every ten seconds."""
+  monkeypatch.setattr(link_module, '_ASK_LARGE', 0.5)
 
 
 def loss_fn(params, x):
@@ -96,6 +103,7 @@ def check(of_workers, of_follower):
     )
 
 
+@pytest.mark.usefixtures('asks_often')
 @pytest.mark.parametrize('method, count', [('demo', 1), ('demo_diloco', 2)])
 def test_bits(method, count):
   """After each round; also of one trainer, and of local updates."""
@@ -121,6 +129,7 @@ def test_bits(method, count):
   assert [*pace.of_follower] == rounds
 
 
+@pytest.mark.usefixtures('asks_often')
 def test_one_that_is_later_than_the_history():
   """It takes a state again; the trainers have waited for nothing."""
   joined = Joined(1, history=4, one_trace=True)
