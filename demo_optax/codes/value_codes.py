@@ -11,9 +11,9 @@ has one, to the last bit. With a chunk's values v, and its scale s in bfloat16:
     sign      1               16         +s or -s, s = mean |v|
     ternary   1.6             0          -1, 0 or 1: for updates alone
 
-Levels are clipped to their range. Subnormal scales (below
-2^-126) are decoded as zero. Values come clipped, so that no sum and no
-product overflows: see `ChunkFormat.max_magnitude`.
+Levels are clipped to their range. Subnormal scales (below 2^-126) are decoded
+as zero. Values come clipped, so that no sum and no product overflows: see
+`ChunkFormat.max_magnitude`.
 
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
