@@ -25,7 +25,7 @@ from demo_optax.workers import Workers
 _LOG = logging.getLogger('demo_optax.remote')
 
 _SLICE = 100  # milliseconds in a wait, between which signals are handled
-_ASK = 1.0  # seconds after which an answer is asked for again
+_ASK = 0.5  # seconds after which an answer is asked for again
 _ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
 _WARN = 30  # seconds without an answer between warnings
 _GRACE = 5  # slices in which a step may end after a signal

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 import zmq.auth.thread
+from zmq.utils.monitor import recv_monitor_message
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -36,6 +37,7 @@ class Relay:
     own = frames.keys_for(address, keys)
     with contextlib.ExitStack() as stack:
       self._ranks: dict[str, int] = {}  # by public key
+      self._identities: dict[int, bytes] = {}  # by file descriptor
       self._socket = self._open(stack, address, options)
       if own is not None:
         ranks = [*range(len(own.others) - 1), frames.FOLLOWER]
@@ -43,6 +45,9 @@ class Relay:
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
+      self._ends = stack.enter_context(
+        self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+      )
       self.rounds = Rounds(options, self._send, clock)
       stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
@@ -51,7 +56,9 @@ class Relay:
     """Serves until `should_stop()` is true."""
     with self._closing:
       while not should_stop():
-        if self._socket.poll(_TICK):
+        has_come = self._socket.poll(_TICK)
+        self._note_ends()  # first: a new connection may have the same number
+        if has_come:
           self._take(self._socket.recv_multipart(copy=False))
         self.rounds.look_at_the_clock()
 
@@ -93,7 +100,14 @@ class Relay:
     if self._ranks:
       key_rank = self._ranks.get(str(received[1].get('User-Id')), -1)
     identity, *rest = [frame.bytes for frame in received]
+    self._identities[received[0].get(zmq.SRCFD)] = identity
     self.rounds.take(identity, key_rank, *rest)
+
+  def _note_ends(self) -> None:
+    """Notes which connections have ended, as that of a killed program."""
+    while self._ends.poll(0):
+      number = recv_monitor_message(self._ends)['value']
+      self.rounds.lose(self._identities.pop(number, b''))
 
   def _send(self, identity: bytes, header: Header, *bodies: bytes) -> None:
     # The worker may be gone, or not read.

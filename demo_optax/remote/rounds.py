@@ -19,9 +19,11 @@ sends is in capitals, see `frames`.
     awaited  MESSAGE                           -        sent
     awaited  LISTEN                            AGAIN    awaited
     awaited  PAUSE                             -        idle
+    awaited  a second without a connection     -        idle
     awaited  the deadline passes               -        idle
     awaited  MESSAGE of another position       GONE     awaited
     sent     PAUSE                             -        sent
+    sent     a second without a connection     -        sent
     sent     LISTEN                            -        sent
     sent     all have sent                     LIST     awaited
     sent     the deadline passes               LIST     awaited
@@ -39,17 +41,19 @@ sends is in capitals, see `frames`.
     joining  all others have left              -        unknown
     idle     HELLO of a longer run             -        waiting
     idle     HELLO of another program          -        idle
+    idle     that HELLO, the connection ended  WELCOME  idle
 
 The run begins when all workers are there, or `start` seconds after the first
 one, with what most of them exchange, and from the position with the most rounds
 or steps. A late message is answered with the list of its round, which does not
-contain it. So a worker that stops, or is cut off, costs the others one
-deadline. A worker that was late by less than a round is waited for in the next
-one, if it was not late often.
+contain it. So a worker that is cut off costs the others one deadline, or a
+second if its connection ends, as that of a killed program. A worker that was
+late by less than a round is waited for in the next one, if it was not late
+often.
 
-A worker that was killed may be back before anybody knows: its new program is
-not answered, and asks again. If the old one has been heard until then, the new
-one is refused.
+A worker may be back before anybody knows that it was cut off: its new program
+is not answered, and asks again. If the old one has been heard until then, the
+new one is refused.
 
 A *follower* takes part in no round: nobody waits for it, and a minute without a
 request ends it. It is answered what a worker would be that joins: a state, then
@@ -59,6 +63,7 @@ lists. One that comes before the run asks again.
 import collections
 import dataclasses
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -74,6 +79,8 @@ CHECK_EVERY = 64
 # Without a deadline: how long after its first message a round closes, in
 # median rounds, and the fewest seconds.
 _ROUNDS, _SECONDS = 5, 2.0
+
+_RECONNECT = 1.0  # seconds in which a connection may be made again
 
 _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
@@ -128,6 +135,7 @@ class _Member:
   asked: int = -1  # the last round whose list it has asked for
   joins: bool = False  # whether a state and lists are kept for it
   missed: int = 0  # rounds that have waited for it in vain
+  ended: float = math.inf  # when its connection ended, if it has no new one
 
   @property
   def rank(self) -> int:
@@ -200,7 +208,7 @@ class Rounds:
       return self._say('refused: a key that is not that of %s', name)
     member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
-      is_live = now - member.heard < _SECONDS
+      is_live = now < min(member.heard + _SECONDS, member.ended)
       # Messages of a program that has ended may still be on their way.
       if header.kind != frames.HELLO or (is_live and header.again):
         return self._refuse(identity, _SAME_RANK.format(name))
@@ -213,9 +221,15 @@ class Rounds:
     elif member is None:
       self._send(identity, Header(frames.UNKNOWN))
     else:
-      member.heard = now
+      member.heard, member.ended = now, math.inf
       if self._text:
         self._act(member, identity, header, *bodies)
+
+  def lose(self, identity: bytes) -> None:
+    """Notes that a connection has ended. Its worker may have a new one soon."""
+    for member in self._members.values():
+      if member.identity == identity:
+        member.ended = self._clock()
 
   def _act(
     self, member: _Member, identity: bytes, header: Header, *bodies: bytes
@@ -247,6 +261,8 @@ class Rounds:
         member.joins = False
         if member.follows:
           del self._members[key]
+      if now - member.ended > _RECONNECT:
+        member.awaited = member.awaited and bool(member.body)
       has_begun |= bool(member.body)
       is_complete &= bool(member.body) or not member.awaited
     seconds = now - self._began

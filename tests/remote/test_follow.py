@@ -156,6 +156,7 @@ def test_one_that_is_later_than_the_history():
   assert [*pace.of_workers] == [*range(1, 1 + len(pace.of_workers))]
 
 
+@pytest.mark.usefixtures('asks_often')
 def test_an_nnx_model():
   """The model and optimizer of each round are new objects."""
   joined = Joined(1)

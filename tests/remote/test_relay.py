@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
 import os
 import pathlib
 import socket
@@ -123,6 +124,25 @@ def test_a_worker_that_pauses_is_not_waited_for(rounds):
   # If all pause, the first one that is back begins without the others.
   rounds.each(lambda link: link.pause())
   rounds.round(rounds.links[1:2])
+
+
+def test_a_killed_worker_costs_a_second(rounds, joined):
+  """Its connection ends, and a new program gets in at once."""
+  rounds.round()
+  killed = rounds.links[2]
+  killed.close()
+
+  def is_noticed(members):
+    ended = [m.rank for m in members if m.ended < math.inf]
+    return ended == [2] and sum(bool(m.body) for m in members) == 2
+
+  thread = threading.Thread(target=pass_when, args=(joined, is_noticed, 1.1))
+  thread.start()
+  rounds.round(rounds.links[:2])
+  thread.join(20)
+  new = rounds.links[2] = Link(joined.address, 2, None)
+  new.hello(rounds.text, b'')
+  assert new.open == 0
 
 
 def test_lists_are_kept_for_some_rounds():

@@ -155,11 +155,21 @@ def hello_after_it_began(desk):
   desk.one.hello()
 
 
-def hello_of_another_program(desk):
-  desk.one.send(frames.PAUSE)  # the last word of the old one
+def hello_of_another_program(desk, last_word=True):
+  if last_word:
+    desk.one.send(frames.PAUSE)
   desk.one.program = os.urandom(8)
   desk.one.answers.clear()
   desk.one.hello()
+
+
+def connection_ends(desk):
+  desk.rounds.lose(desk.one.program)
+
+
+def that_hello_after_its_end(desk):
+  connection_ends(desk)
+  hello_of_another_program(desk, last_word=False)
 
 
 def hello_for_other_workers(desk):
@@ -286,6 +296,10 @@ EVENTS = {
   'PULL': lambda desk: desk.one.pull(),
   'PULL without a state': lambda desk: desk.one.pull(),
   'PULL of a state': pull_of_a_state,
+  'a second without a connection': both(
+    connection_ends, lambda desk: desk.wait(1.1)
+  ),
+  'that HELLO, the connection ended': that_hello_after_its_end,
   'the deadline passes': deadline_passes,
   'all have sent': messages_of(TRAIN),
   'most have called another step': messages_of(TRAIN + b'longer'),
