@@ -80,11 +80,7 @@ def _keeping_finite(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new_state
     is_good = stays_finite(updates, new_state, state)
-
-    def keep(update: jax.Array) -> jax.Array:
-      return jnp.where(is_good, update, jnp.nan)
-
-    updates = jax.tree.map(keep, updates)
+    updates = jax.tree.map(lambda x: jnp.where(is_good, x, jnp.nan), updates)
     return updates, optax.tree.where(is_good, new_state, state)
 
   return optax.GradientTransformationExtraArgs(tx.init, update_fn)
@@ -189,8 +185,8 @@ def stays_finite(
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
   for leaf in finite:
-    row = leaf.all(tuple(range(1, leaf.ndim)))
-    rows[jax.typeof(row)].append(row)
+    all_of_leaf = leaf.all(tuple(range(1, leaf.ndim)))
+    rows[jax.typeof(all_of_leaf)].append(all_of_leaf)
   result = jnp.bool(True)
   for alike in rows.values():
     result &= functools.reduce(jnp.logical_and, alike).all()

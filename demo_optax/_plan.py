@@ -334,13 +334,13 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
     if code := sent_as.index_code:
       indices = code.name
       bits = f'{costs.index_bits:.2f}'
-  sent, blocks = _num_bytes(costs.sent_bytes), '-'
+  sent_text, blocks = _num_bytes(costs.sent_bytes), '-'
   if _num_shards(leaf) > 1:
     blocks = _times(leaf.sharding.blocks)
   if not costs.as_unsharded:
     blocks += '*'
   shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
-  return shape, chunks, chunk, topk, indices, bits, values, sent, blocks
+  return shape, chunks, chunk, topk, indices, bits, values, sent_text, blocks
 
 
 def _num_shards(leaf: Leaf) -> int:

@@ -59,11 +59,8 @@ def is_exchanged(x: Leaf) -> bool:
 
 def mask_others(tree: chex.ArrayTree) -> Any:
   """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
-
-  def mask(x: Leaf) -> Leaf | optax.MaskedNode:
-    return x if is_exchanged(x) else optax.MaskedNode()
-
-  return jax.tree.map(mask, tree)
+  masked = optax.MaskedNode()
+  return jax.tree.map(lambda x: x if is_exchanged(x) else masked, tree)
 
 
 def map_wide(

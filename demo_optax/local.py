@@ -453,7 +453,7 @@ def _own_nesterov(
       gradient: jax.Array,
       momentum: jax.Array,
     ) -> jax.Array:
-      finite = jnp.where(is_finite, gradient, jnp.zeros_like(gradient))
+      finite = jnp.where(is_finite, gradient, 0)
       return finite + decay * momentum
 
     return jax.tree.map(nesterov, updates, momentum), state
@@ -475,7 +475,7 @@ def _put_back(
   def add(
     given: tuple[list[jax.Array], dict[str, jax.Array]],
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    flat, buckets = [*given[0]], {}
+    leaves, buckets = [*given[0]], {}
     for number, bucket in enumerate(layout.buckets):
       if not bucket.error_feedback:
         continue
@@ -483,17 +483,17 @@ def _put_back(
       momentum = given[1][bucket.name][None]
       shared = {}
       for member in layout.members(number):
-        update = flat[member][None].astype(momentum.dtype)
+        update = leaves[member][None].astype(momentum.dtype)
         shared[member] = encode(update, coding_of(layout.leaves[member]))
       momentum += fill_bucket(layout, number, shared, momentum)
       buckets[bucket.name] = momentum[0]
-      own = cut_bucket(layout, number, momentum)
-      for member, coefficients in own.items():
+      kept = cut_bucket(layout, number, momentum)
+      for member, coefficients in kept.items():
         coding = coding_of(layout.leaves[member])
-        flat[member] = decode(coefficients, coding)[0]
-    return flat, buckets
+        leaves[member] = decode(coefficients, coding)[0]
+    return leaves, buckets
 
-  flat, treedef = jax.tree.flatten(updates)
-  flat, buckets = without_types(add, (flat, worker.momentum))
+  leaves, treedef = jax.tree.flatten(updates)
+  leaves, buckets = without_types(add, (leaves, worker.momentum))
   worker = worker._replace(momentum=buckets)
-  return treedef.unflatten(flat), state._replace(worker_stacked=worker)
+  return treedef.unflatten(leaves), state._replace(worker_stacked=worker)

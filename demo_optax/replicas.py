@@ -93,8 +93,8 @@ def check_replicas(
         numbers.add(worker_of[copy.device])
     # All copies are the same otherwise.
     if processes:
-      ids = map(sorted, (devices, numbers, processes))
-      differences.append(Difference(dotted(keys), *map(tuple, ids)))
+      sorted_ids = map(sorted, (devices, numbers, processes))
+      differences.append(Difference(dotted(keys), *map(tuple, sorted_ids)))
   return differences
 
 
@@ -146,8 +146,8 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   # uint32[arrays, devices, 2]
   shape = len(arrays), jax.local_device_count(), 2
   own_digests = np.zeros(shape, np.uint32)
-  for row, of_blocks in zip(own_digests, digests):
-    row[: len(of_blocks)] = jax.device_get(of_blocks)
+  for into, of_blocks in zip(own_digests, digests):
+    into[: len(of_blocks)] = jax.device_get(of_blocks)
   gathered = own_digests
   if arrays:
     # uint32[processes, arrays, devices, 2]

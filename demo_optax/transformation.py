@@ -243,8 +243,8 @@ def scale_by_demo(
       given = inside.check_arguments(workers, *given)
     if weight is not None:
       # By this name it is one of each worker.
-      own = {STACKED: checks.checked_weight(weight, workers)}
-      given = *given[:3], given[3] | own
+      of_worker = {STACKED: checks.checked_weight(weight, workers)}
+      given = *given[:3], given[3] | of_worker
     return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
@@ -255,14 +255,14 @@ def scale_by_demo(
     workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    flat, given = _tree.flatten_alike(updates, params)
+    with_paths, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     hyper = dict(hyper)
     weight = hyper.pop(STACKED, None)
     config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
-    for (path, gradient), param in zip(flat, given):
+    for (path, gradient), param in zip(with_paths, given):
       is_exchanged = _tree.is_exchanged(gradient if param is None else param)
       if is_exchanged:
         exchanged.append(gradient)
@@ -275,20 +275,20 @@ def scale_by_demo(
       checks.check_gradient(leaf_name(path), gradient, param, workers)
     _check_buckets(state, config, workers)
     found: list[jax.Array] = []
-    metrics, own = algorithm.no_metrics(), state.worker_stacked
+    metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
       algorithm.note(config)
-      found, own, metrics = algorithm.run_jitted(
+      found, worker_state, metrics = algorithm.run_jitted(
         workers,
         config,
         exchanged,
-        own,
+        worker_state,
         algorithm.Hyper(state.count, **hyper),
         weight,
       )
     in_order = iter(found)
     in_leaves = []
-    for (_, gradient), param, is_left_out in zip(flat, given, left_out):
+    for (_, gradient), param, is_left_out in zip(with_paths, given, left_out):
       if is_left_out:
         in_leaves.append(_tree.zero_update(gradient, param, lead))
       else:
@@ -297,7 +297,7 @@ def scale_by_demo(
       count=optax.safe_increment(state.count),
       metrics=metrics,
       layout=state.layout,
-      worker_stacked=own,
+      worker_stacked=worker_state,
     )
 
   return aggregating.Aggregator(init_fn, update_fn)

@@ -74,8 +74,8 @@ def check_fits(
     number for number, name in enumerate(_PROBLEMS) if name not in remedies
   ]
   lines = collections.defaultdict(list)
-  for name, place, old, new in differences(saved, wanted, allowed):
-    line = f'{name}: {old} in the checkpoint, {new} here.'
+  for name, place, former, current in differences(saved, wanted, allowed):
+    line = f'{name}: {former} in the checkpoint, {current} here.'
     lines[_PROBLEMS[place]].append(line)
   text = ['The checkpoint must fit like, got one that differs.']
   for problem, problem_lines in lines.items():

@@ -171,11 +171,11 @@ def from_leaves(
     records = read_records(saved[name])
     has_same_places = old_words[name] == new_words[name]
     for number, bucket in enumerate(layout.buckets):
-      own = *root, STACKED
-      keys = *own, 'update_residual', bucket.name
+      stacked_root = *root, STACKED
+      keys = *stacked_root, 'update_residual', bucket.name
       if keys in arrays and not has_same_places:
         restored[keys] = np.zeros(arrays[keys].shape, arrays[keys].dtype)
-      keys = *own, 'momentum', bucket.name
+      keys = *stacked_root, 'momentum', bucket.name
       if keys not in arrays:
         continue
       coefficients = {}

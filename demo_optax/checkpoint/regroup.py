@@ -22,12 +22,12 @@ def regroup(x: chex.Array, num_workers: int) -> chex.Array:
   covered = cells.reshape(num_workers, -1)
   if jnp.issubdtype(x.dtype, jnp.inexact):
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
-    means = [wide[row].mean(axis=0) for row in covered]
+    means = [wide[covering].mean(axis=0) for covering in covered]
     # NumPy's stay NumPy's, in 64 bits.
     stack = x.__array_namespace__().stack
     return stack(means).astype(x.dtype)
   # From the worker with the most cells, the first among equals.
-  most = [np.bincount(row).argmax() for row in covered]
+  most = [np.bincount(covering).argmax() for covering in covered]
   chosen = x[np.array(most)]
   if prng.is_key_array(x) and num_workers > former:
     # Else several workers would have one key.

@@ -237,8 +237,8 @@ def demo_muon(
     # Frozen matrices need no momentum.
     is_moved = {path: label != 'frozen' for path, label in labels.items()}
     axes_tree, sent = matrices.tree_of(axes), matrices.tree_of(codes)
-    own = links.own_muon(beta, mu_dtype, axes_tree, workers)
-    own = optax.masked(own, matrices.tree_of(is_moved))
+    orthonormalised = links.own_muon(beta, mu_dtype, axes_tree, workers)
+    orthonormalised = optax.masked(orthonormalised, matrices.tree_of(is_moved))
     # Sparse updates are shorter than what was orthonormalised.
     to_size = links.scale_to_muon(axes, codes, decay, consistent_rms)
     after = optax.partition(
@@ -252,7 +252,7 @@ def demo_muon(
     return links.chain(
       workers,
       sent,
-      of_each(own, workers),
+      of_each(orthonormalised, workers),
       exchange_by(sent),
       after,
     )

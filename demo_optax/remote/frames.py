@@ -106,8 +106,8 @@ def packed(messages: Sequence[bytes], then: int) -> tuple[bytes, ...]:
 def unpacked(closed: Sequence[bytes]) -> list[bytes]:
   """Returns the messages in a list, b'' of workers that took no part."""
   *present, _ = closed[0]
-  rest = iter(closed[1:])
-  return [next(rest) if is_here else b'' for is_here in present]
+  remaining = iter(closed[1:])
+  return [next(remaining) if is_here else b'' for is_here in present]
 
 
 def described(workers: int, values: Mapping[str, str]) -> bytes:

@@ -252,8 +252,8 @@ class RemoteProgram:
     else:
       self._take(arrays)
     for number, copies in self.copies.items():
-      for own in copies:
-        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
+      for copy in copies:
+        arrays[copy] = arrays[number].astype(arrays[copy].dtype)[None]
 
   def _apply_list(self, follower: PartedStep, arrays: list[Any]) -> None:
     link, received = self._link, [self._link.gather(b'')]
@@ -297,13 +297,13 @@ class RemoteProgram:
       jax.eval_shape(states.data, self._types[number]) for number in self._nexts
     ]
     for number, array in zip(self._nexts, states.from_bytes(state, types)):
-      own, taken = arrays[number], jnp.asarray(array)
-      if prng.is_key_array(own):
-        impl = jax.random.key_impl(own)
+      former, taken = arrays[number], jnp.asarray(array)
+      if prng.is_key_array(former):
+        impl = jax.random.key_impl(former)
         taken = jax.random.wrap_key_data(taken, impl=impl)
-      sharding = getattr(own, 'sharding', None)
+      sharding = getattr(former, 'sharding', None)
       # Programs are compiled for arrays that no device was chosen for.
-      if sharding is not None and getattr(own, 'committed', True):
+      if sharding is not None and getattr(former, 'committed', True):
         taken = put(taken, sharding)
       arrays[number] = taken
 
@@ -383,8 +383,8 @@ class RemoteProgram:
         ' one that is right.'
       )
     if follows or self._link.rank not in sketches:
-      own = states.sketch([arrays[number] for number in self._nexts])
-      sketches = sketches | {self._link.rank: own}
+      own_sketch = states.sketch([arrays[number] for number in self._nexts])
+      sketches = sketches | {self._link.rank: own_sketch}
     if self._link.rank not in (states.majority(sketches) or [self._link.rank]):
       self._link.part()
     return majority[0]

@@ -34,15 +34,15 @@ class Relay:
     keys: str | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    own = frames.keys_for(address, keys)
+    own_keys = frames.keys_for(address, keys)
     with contextlib.ExitStack() as stack:
       self._ranks: dict[str, int] = {}  # by public key
       self._identities: dict[int, bytes] = {}  # by file descriptor
       self._socket = self._open(stack, address, options)
-      if own is not None:
-        ranks = [*range(len(own.others) - 1), frames.FOLLOWER]
-        self._ranks = dict(zip(own.others, ranks))
-        self._ask_for_keys(stack, own)
+      if own_keys is not None:
+        ranks = [*range(len(own_keys.others) - 1), frames.FOLLOWER]
+        self._ranks = dict(zip(own_keys.others, ranks))
+        self._ask_for_keys(stack, own_keys)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
       self._ends = stack.enter_context(

@@ -296,11 +296,11 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
 
   def compiled(part: _Part) -> Any:
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      own = []
+      inputs = []
       for variable, array in zip(part.reads, arrays):
         # From [1, ...] on each device.
-        own.append(array if variable in specs else array[0])
-      found = part.run(*own)
+        inputs.append(array if variable in specs else array[0])
+      found = part.run(*inputs)
       return [array[None] for array in found] if part.free is None else found
 
     out_specs = [devices] * len(part.writes)

@@ -121,9 +121,9 @@ def _samples(x: jax.Array) -> jax.Array:
   is_compared = jnp.isfinite(sizes) & is_rounded  # of integers all bits count
   scale = jnp.max(sizes, initial=0, where=is_compared)
   stride = max(1, numbers.size // _SAMPLE)
-  some = numbers[::stride][:_SAMPLE]
-  some = jnp.pad(some, (0, _SAMPLE - some.size))
-  return jnp.concatenate([jnp.stack([scale, largest]), some])
+  sampled = numbers[::stride][:_SAMPLE]
+  sampled = jnp.pad(sampled, (0, _SAMPLE - sampled.size))
+  return jnp.concatenate([jnp.stack([scale, largest]), sampled])
 
 
 def majority(sketches: Mapping[int, bytes]) -> list[int]:
