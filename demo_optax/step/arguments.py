@@ -241,10 +241,10 @@ def _array(
     )
   sharding = None
   if workers.mesh is not None:
-    sharding = workers.sharding(keys, struct.shape)
+    spec = workers.spec(keys, struct.shape)
     if role is Role.BATCH:
-      row_spec = P(*[None] * axis, workers.spmd_axis_name)
-      sharding = NamedSharding(workers.mesh, row_spec)
+      spec = P(*[None] * axis, workers.spmd_axis_name)
+    sharding = workers.sharding(spec)
   return Array(keys, struct, role, axis, sharding)
 
 
@@ -271,7 +271,7 @@ def place(
     # have the longer one: it would be compiled for both.
     spec = value.sharding.spec
     full_spec = P(*spec, *[None] * (value.ndim - len(spec)))
-    target = NamedSharding(target.mesh, full_spec)
+    target = workers.sharding(full_spec)
   return put(value, target)
 
 

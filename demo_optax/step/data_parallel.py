@@ -187,12 +187,12 @@ class DataParallelStep:
       name = arguments.name_at(self._signature, position)
       names.append(name or str(position))
     names += kwargs
-    given = [*args, *kwargs.values()]
-    for number, name in enumerate(names):
-      if name in self._options.static:
-        given[number] = Constant(given[number], type(given[number]))
+    argument_values = [*args, *kwargs.values()]
+    for number, value in enumerate(argument_values):
+      if names[number] in self._options.static:
+        argument_values[number] = Constant(value, type(value))
     objects: list[object] = []
-    values = only_arrays(given, objects)
+    values = only_arrays(argument_values, objects)
     arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
     form = Form(treedef, structure)
@@ -258,17 +258,17 @@ def _listed(
 ) -> frozenset[str]:
   """Returns the names that a step's options list by name or position."""
   signature = inspect.signature(step)
-  known, takes_any_name = set(), False
+  parameters, takes_any_name = set(), False
   for parameter in signature.parameters.values():
     takes_any_name |= parameter.kind is parameter.VAR_KEYWORD
     if parameter.kind is not parameter.VAR_POSITIONAL:
-      known.add(parameter.name)
+      parameters.add(parameter.name)
   names = set()
   for argument in jax.tree.leaves(listed):
     name: str | None = argument
     if not isinstance(argument, str):
       name = arguments.name_at(signature, argument)
-    elif argument not in known and not takes_any_name:
+    elif argument not in parameters and not takes_any_name:
       name = None
     if name is None:
       raise ValueError(

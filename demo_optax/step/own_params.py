@@ -29,12 +29,12 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
   """
   numbers = {array.keys: number for number, array in enumerate(arrays)}
   copies_of = {}
-  for root, params in _states(numbers).items():
-    model = _model_of(root, params, numbers)
+  for state, params in _states(numbers).items():
+    model = _model_of(state, params, numbers)
     for param in params:
-      copies = [(*root, *part, *param) for part in ((_SHARED,), _OWN, _START)]
+      copies = [(*state, *part, *param) for part in ((_SHARED,), _OWN, _START)]
       number = numbers[*model, *param]
-      copies_of[number] = [numbers[copy] for copy in copies if copy in numbers]
+      copies_of[number] = [numbers[keys] for keys in copies if keys in numbers]
   return copies_of
 
 

@@ -210,7 +210,7 @@ def hold(
   is_state = result.at is not None or result.role is Role.STACKED
   if types_say_it or (value.ndim and not is_state):
     return value
-  sharding = workers.sharding(result.keys, value.shape)
+  sharding = workers.sharding(workers.spec(result.keys, value.shape))
   return jax.lax.with_sharding_constraint(value, sharding)
 
 

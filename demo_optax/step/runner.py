@@ -158,7 +158,7 @@ class Runner:
       follower = Follower(axis)
       origins = follower.follow(closed.jaxpr, self._origins())
       if self.workers.sequential:
-        values = run_in_turn(closed, follower, axis, given)
+        values = run_in_turn(closed, follower, given)
       else:
         values = core.jaxpr_as_fun(closed)(*given)
     # A variable that a step returns as it was is an input of its program.

@@ -60,16 +60,16 @@ def check_gradient(
   """Raises unless `gradient` is laid out as `workers` has it."""
   given = np.shape(gradient)
   # Stacked gradients have a leading worker axis.
-  lead: tuple[int, ...] = ()
+  worker_axes: tuple[int, ...] = ()
   if workers.stacked_gradients:
-    lead = (workers.count,)
-  shape = given[len(lead) :]
+    worker_axes = (workers.count,)
+  shape = given[len(worker_axes) :]
   if param is not None:
     shape = np.shape(param)
-  expected = (*lead, *shape)
+  expected = (*worker_axes, *shape)
   if given != expected:
     remedy = "Give the worker's own gradient, unstacked."
-    if lead:
+    if worker_axes:
       # As jax.jit has it: one gradient for all workers' batches.
       remedy = (
         'Decorate the training step with demo_optax.data_parallel(workers),'
@@ -80,7 +80,7 @@ def check_gradient(
       f'The gradient of {name} must have shape {expected} for {workers}, got'
       f' {given}. {remedy}'
     )
-  if lead or not is_exchanged(gradient):
+  if worker_axes or not is_exchanged(gradient):
     return
   # Known where the caller's shard_map tracks it (check_vma).
   axis = workers.axis_name

@@ -108,54 +108,54 @@ class Group:
     return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
   def over_devices(
-    self, reduce: Callable[..., jax.Array], x: jax.Array
+    self, reduce: Callable[..., jax.Array], array: jax.Array
   ) -> jax.Array:
     """Returns a sum or minimum over the devices in this worker."""
     # Not over an axis that nothing is spread over: it would be a collective.
     names = tuple(name for name, _ in self.inner)
-    return reduce(vary(x, *names), names) if names else x
+    return reduce(vary(array, *names), names) if names else array
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns this device's number along some axes inside its worker."""
     index: jax.Array | int = 0
-    for name, size in self.inner:
-      if name in axes:
-        index = index * size + jax.lax.axis_index(name)
+    for axis_name, size in self.inner:
+      if axis_name in axes:
+        index = index * size + jax.lax.axis_index(axis_name)
     return index
 
   def join_devices(
     self,
-    x: jax.Array,
+    array: jax.Array,
     axes: tuple[str, ...],
   ) -> jax.Array:
     """Concatenates what devices have along some axes inside this worker.
 
     From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
-    for name, _ in reversed(self.inner):
-      if name in axes:
+    for axis_name, _ in reversed(self.inner):
+      if axis_name in axes:
         # From [devices, rows, ...] along one axis.
-        x = jax.lax.collapse(gather(x, name), 0, 2)
-    return x
+        array = jax.lax.collapse(gather(array, axis_name), 0, 2)
+    return array
 
 
 def gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
-
-  def everyone(x: jax.Array) -> jax.Array:
-    if varies(x, axis):  # typed as replicated, where that is tracked
-      return jax.lax.all_gather(x, axis, to='invarying')
-    rows = jax.lax.all_gather(x, axis)
-    if jax.sharding.get_abstract_mesh().auto_axes:
-      # Under vmap rows may be spread over the mesh. They move in one
-      # collective, and not in one for each row that is read.
-      whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
-      rows = jax.lax.with_sharding_constraint(rows, whole)
-    return rows
-
-  return without_types(everyone, x, num_new_axes=1)
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.explicit_axes:
+    everyone = functools.partial(gather, axis=axis)
+    return without_types(everyone, x, num_new_axes=1)
+  if varies(x, axis):  # typed as replicated, where that is tracked
+    return jax.lax.all_gather(x, axis, to='invarying')
+  rows = jax.lax.all_gather(x, axis)
+  if mesh.auto_axes:
+    # Under vmap rows may be spread over the mesh. They move in one collective,
+    # and not in one for each row that is read.
+    whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
+    rows = jax.lax.with_sharding_constraint(rows, whole)
+  return rows
 
 
 # Larger arrays are summed by an all-reduce, whose order is its own.
@@ -174,18 +174,18 @@ def sums(
   """
   summed: dict[int, jax.Array] = {}
   together: dict[object, dict[int, jax.Array]] = {}  # by type
-  for number, x in enumerate(xs):
-    wide = vary(x.astype(_widened(x.dtype)), axis)
+  for number, array in enumerate(xs):
+    wide = vary(array.astype(_widened(array.dtype)), axis)
     if isinstance(axis, Programs) or _is_ordered(wide):
-      like = wide.dtype, jax.typeof(wide).mat.varying
-      together.setdefault(like, {})[number] = wide
+      array_type = wide.dtype, jax.typeof(wide).mat.varying
+      together.setdefault(array_type, {})[number] = wide
     else:
       summed[number] = jax.lax.psum(wide, axis)
   for arrays in together.values():
     joined, parts_of = flatten_util.ravel_pytree(arrays)
     rows = gather(joined, axis)  # [workers, elements]
     summed |= parts_of(_in_order(rows))
-  return [summed[number].astype(x.dtype) for number, x in enumerate(xs)]
+  return [summed[number].astype(array.dtype) for number, array in enumerate(xs)]
 
 
 def _is_ordered(x: jax.Array) -> bool:
@@ -253,8 +253,8 @@ def first(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return everyones(x, axis)[0]
-  data = first(jax.random.key_data(x), axis)
-  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  key_data = first(jax.random.key_data(x), axis)
+  return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
 
 
 def everyones(

@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from demo_optax.workers.collectives import Axis, first
+from demo_optax.workers.collectives import first
 from demo_optax.workers.equations import (
   function_of,
   made_by,
@@ -25,7 +25,6 @@ from demo_optax.workers.variation import Follower, watch_p
 def run_in_turn(
   closed: core.ClosedJaxpr,
   follower: Follower,
-  axis: Axis,
   args: Sequence[jax.Array],
 ) -> list[jax.Array]:
   """Runs one worker's program so that `jax.vmap` takes workers in turn.
@@ -48,10 +47,10 @@ def run_in_turn(
     part, inputs = function_of(jaxpr, eqns, outputs)
     # Without an input that differs between workers it runs once.
     returned = sequential_vmap(part)(*values_of(values, inputs))
-    for variable, x in zip(outputs, returned):
+    for variable, value in zip(outputs, returned):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
-      values[variable] = x if is_own else first(x, axis)
+      values[variable] = value if is_own else first(value, follower.axis)
 
   waiting: list[JaxprEqn] = []  # of a worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
@@ -68,9 +67,9 @@ def run_in_turn(
       waiting = []
     # A function may have exchanges inside, and much else between them.
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
-      inner = eqn.params['jaxpr']
+      program = eqn.params['jaxpr']
       given = values_of(values, eqn.invars)
-      results = run_in_turn(inner, follower, axis, given)
+      results = run_in_turn(program, follower, given)
     else:
       part, inputs = function_of(jaxpr, [eqn], eqn.outvars)
       results = part(*values_of(values, inputs))

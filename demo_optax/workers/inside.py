@@ -45,11 +45,11 @@ def trace(
 
   `workers` are those that its operations see, without a worker axis.
   """
-  token = traced_step.set(workers)
+  previous = traced_step.set(workers)
   try:
     return jax.make_jaxpr(step, return_shape=True)(*arrays)
   finally:
-    traced_step.reset(token)
+    traced_step.reset(previous)
 
 
 def is_in_step() -> bool:
@@ -79,7 +79,7 @@ def _watch_arrays(
 ) -> Tree:
   """Returns `tree`; leaves a check where its arrays come from."""
   leaves = dict(leaves_of(tree))
-  arrays = {keys: x for keys, x in leaves.items() if _is_array(x)}
+  arrays = {keys: leaf for keys, leaf in leaves.items() if _is_array(leaf)}
   # Not the arrays: what a program closes over must not hold tracers.
   names = [*arrays]
 
@@ -104,11 +104,11 @@ def check_own_gradients(gradients: Tree) -> Tree:
 
   A single gradient that is the same belongs to an unused parameter.
   """
-  count = check_in_step('An update of gradients').count
+  num_workers = check_in_step('An update of gradients').count
 
   def check(found: list[tuple[Keys, Origin]]) -> None:
     is_own = any(Origin.DATA in origin for _, origin in found)
-    if is_own or not found or count == 1:
+    if is_own or not found or num_workers == 1:
       return
     raise ValueError(
       'The gradients that reach the exchange must be those of one worker, got'
@@ -215,11 +215,11 @@ def check_arguments(
 
   Parameters and hyperparameters must be equal on all workers.
   """
-  count = check_in_step('An exchange').count
-  if workers.kind == 'on_axis' or workers.count != count:
+  num_workers = check_in_step('An exchange').count
+  if workers.kind == 'on_axis' or workers.count != num_workers:
     raise ValueError(
       'workers must be those of data_parallel, which runs the step for'
-      f' {count} workers, got {workers} in the transformation. Give'
+      f' {num_workers} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
   updates = check_own_gradients(updates)
@@ -269,13 +269,13 @@ def _call_stacked(
   is_own: list[bool] = []
   arrays: dict[int, jax.Array] = {}
   constants: dict[int, Any] = {}
-  for number, (keys, x) in enumerate(leaves_of(given)):
+  for number, (keys, leaf) in enumerate(leaves_of(given)):
     is_update = keys[0] == 0
     is_own.append(is_update or is_stacked(keys))
-    if _is_array(x):
-      arrays[number] = x
+    if _is_array(leaf):
+      arrays[number] = leaf
     else:
-      constants[number] = x
+      constants[number] = leaf
   # By leaf of the updates and the state, which come back: they are given first.
   updates, state = given[:2]
   outputs = [False] * len(jax.tree.leaves(updates))
@@ -290,10 +290,10 @@ def _call_stacked(
     del index
     # Updates to [workers, ...], momentum to [workers, rows, n].
     everyones = dict(constants)
-    for number, x in arrays.items():
+    for number, leaf in arrays.items():
       if is_own[number] and not batched[1][number]:  # of an unused parameter
-        x = jnp.broadcast_to(x, (size, *x.shape))
-      everyones[number] = x
+        leaf = jnp.broadcast_to(leaf, (size, *leaf.shape))
+      everyones[number] = leaf
     in_order = map(everyones.get, range(len(is_own)))
     trees = treedef.unflatten(in_order)
     updated = update(*trees, workers)
@@ -351,26 +351,25 @@ def over_workers(
 
   def over(
     path: Path,
-    x: chex.Numeric,
+    value: chex.Numeric,
   ) -> jax.Array:
-    x = _undifferentiated(jnp.asarray(x))
-    if prng.is_key_array(x):
-      return collectives.first(x, axis)
+    value = _undifferentiated(jnp.asarray(value))
+    if prng.is_key_array(value):
+      return collectives.first(value, axis)
     if reduce is jnp.mean:
       # A worker with NaN is left out, as the exchange does.
-      if _tree.is_inexact(x):
-        return collectives.mean_finite(x, axis)
-      name = f'x.{leaf_name(path)}' if path else 'x'
+      if _tree.is_inexact(value):
+        return collectives.mean_finite(value, axis)
       return equal(
-        x,
-        f'over_workers must be given real numbers for their mean, got {name},'
-        f' {x.dtype}{list(x.shape)}, which differs between workers. Give'
-        ' another reduction, such as jnp.sum or jnp.max.',
+        value,
+        'over_workers must be given real numbers for their mean, got'
+        f' {leaf_name(path)}, {value.dtype}{list(value.shape)}, which differs'
+        ' between workers. Give another reduction, such as jnp.sum or jnp.max.',
       )
-    if reduce is jnp.sum and jax.eval_shape(reduce, x).dtype == x.dtype:
-      return collectives.total(x, axis)  # with the same bits in every map
-    rows = collectives.everyones(x, axis)  # [workers, *x.shape]
-    return reduce(rows, axis=0)
+    if reduce is jnp.sum and jax.eval_shape(reduce, value).dtype == value.dtype:
+      return collectives.total(value, axis)  # with the same bits in every map
+    everyones = collectives.everyones(value, axis)  # [workers, *x.shape]
+    return reduce(everyones, axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
 

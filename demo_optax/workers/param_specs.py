@@ -166,8 +166,8 @@ class ParamSpecs:
     if len(spec) > len(shape):
       return None
     sizes, blocks = dict(self.axis_sizes), []
-    for dim, length in enumerate(shape):
-      count = math.prod(sizes.get(axis, 1) for axis in entry(spec, dim))
+    for dimension, length in enumerate(shape):
+      count = math.prod(sizes.get(axis, 1) for axis in entry(spec, dimension))
       if length % count:
         return None
       blocks.append(count)
@@ -185,8 +185,8 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
 def keep(spec: P, axes: Collection[Any]) -> P:
   """Returns the spec with these axes alone, in its shortest form."""
   entries = []
-  for dim in range(len(spec)):
-    kept = [axis for axis in entry(spec, dim) if axis in axes]
+  for dimension in range(len(spec)):
+    kept = [axis for axis in entry(spec, dimension) if axis in axes]
     entries.append(tuple(kept) or None)
   # P(None) and P() are equal layouts, but not equal.
   while entries and entries[-1] is None:

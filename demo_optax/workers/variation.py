@@ -148,15 +148,14 @@ def _origins_of(
 class Follower:
   """Follows what is a worker's own through the worker's program.
 
-  `axis` is the workers' axis in the program.
-
   Attributes:
+    axis: that of the workers in the program.
     found: the origins of all variables, also in the programs inside it.
     waiting: the equations, likewise, in which workers wait for each other.
   """
 
   def __init__(self, axis: Axis):
-    self._axis = axis
+    self.axis = axis
     self._checks = True  # not while a loop is followed to its fixed point
     self._num_exchanges = 0  # so far, to see which equations have some inside
     self.found: dict[Var, Origin] = {}
@@ -189,7 +188,7 @@ class Follower:
     inputs: Origins,
   ) -> Origins:
     """Returns the origins that an equation's outputs have."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
+    name, num_outputs = eqn.primitive.name, len(eqn.outvars)
     match name:
       case 'scan':
         return self._scan(eqn, inputs)
@@ -211,18 +210,19 @@ class Follower:
           ' what is written to them cannot be followed. Use values that it'
           ' returns.'
         )
-    if _is_over(eqn.params, self._axis):
+    if _is_over(eqn.params, self.axis):
       self._num_exchanges += 1
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
       is_same = is_reduction and not in_groups
-      return [_SAME if is_same else Origin.DATA] * count
+      return [_SAME if is_same else Origin.DATA] * num_outputs
     # A call: jit, remat, or a function whose derivative is given.
-    for inner in core.jaxprs_in_params(eqn.params):
-      if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
-        return self.follow(inner, inputs)
-    return [_joined(inputs)] * count
+    lengths = len(inputs), num_outputs
+    for program in core.jaxprs_in_params(eqn.params):
+      if (len(program.invars), len(program.outvars)) == lengths:
+        return self.follow(program, inputs)
+    return [_joined(inputs)] * num_outputs
 
   def _watch(
     self,
@@ -248,9 +248,9 @@ class Follower:
     # Checks wait: what is carried is not known to differ yet.
     did_check, self._checks = self._checks, False
     carry = [_joined([origin]) for origin in carry]
-    old: Origins = []
-    while old != carry:
-      old = carry
+    former: Origins = []
+    while former != carry:
+      former = carry
       outputs = self.follow(body, [*before, *carry, *after])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
     # Origins only grow, so that this ends. Now they are all there.
@@ -293,11 +293,11 @@ class Follower:
     body = eqn.params['body_jaxpr'].jaxpr
     carry = inputs[num_consts:]
     carry = self._loop(body, inputs[num_cond:num_consts], carry, [])
-    condition = eqn.params['cond_jaxpr'].jaxpr
-    (ends,) = self.follow(condition, [*inputs[:num_cond], *carry])
+    program = eqn.params['cond_jaxpr'].jaxpr
+    (condition,) = self.follow(program, [*inputs[:num_cond], *carry])
     # If it is a worker's own, workers leave the loop at different times.
-    self._check_common(ends, before)
-    return [_joined([origin, ends]) for origin in carry]
+    self._check_common(condition, before)
+    return [_joined([origin, condition]) for origin in carry]
 
   def _cond(
     self,
@@ -305,12 +305,12 @@ class Follower:
     inputs: Origins,
   ) -> Origins:
     # A worker's own branch makes all of its results the worker's own.
-    which, *operands = inputs
+    condition, *operands = inputs
     before, outputs = self._num_exchanges, []
     for branch in eqn.params['branches']:
       outputs.append(self.follow(branch.jaxpr, operands))
-    self._check_common(which, before)
-    return [_joined([which, *several]) for several in zip(*outputs)]
+    self._check_common(condition, before)
+    return [_joined([condition, *several]) for several in zip(*outputs)]
 
   def _check_common(
     self,
@@ -335,4 +335,4 @@ def _num_equal(
 ) -> int:
   """Counts the variables that have the same shape in both programs."""
   pairs = zip(outer, inner, strict=True)
-  return sum(x.aval.shape == y.aval.shape for x, y in pairs)
+  return sum(first.aval.shape == second.aval.shape for first, second in pairs)
