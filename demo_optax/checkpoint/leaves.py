@@ -189,7 +189,7 @@ def from_leaves(
     keys = _paths.path_keys(path)
     if keys not in restored:
       restored[keys] = converted(keys)
-    return placement.place(restored[keys], x)
+    return placement.place(dotted(keys), restored[keys], x)
 
   return jax.tree_util.tree_map_with_path(place, like)
 
