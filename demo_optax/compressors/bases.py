@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 
-from demo_optax import _checks
-
 
 class Basis:
   """An orthonormal transform, applied along both chunk sides.
@@ -16,12 +14,11 @@ class Basis:
   """
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns float64 `[length, length]` whose ROWS are the basis."""
-    raise NotImplementedError
+    """Returns float64 `[length, length]` whose ROWS are the basis.
 
-  def check(self, length: int) -> None:
-    """Raises a `ValueError` if there is no matrix for this length."""
-    del length
+    Raises a `ValueError` for a length without such a matrix.
+    """
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +41,15 @@ class Hadamard(Basis):
   """
 
   def matrix(self, length: int) -> np.ndarray:
+    if length & (length - 1):
+      raise ValueError(
+        f'sides of chunks must be powers of two for Hadamard, got {length}. Use'
+        ' Dct() for leaves with other sides, in a tree of compressors.'
+      )
     matrix = np.ones((1, 1))
     while len(matrix) < length:
       matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     return matrix / np.sqrt(length)
-
-  def check(self, length: int) -> None:
-    if length & (length - 1):
-      raise ValueError(
-        f'sides must be powers of two for Hadamard, got {length}. Use Dct() or'
-        ' RandomOrthogonal() for this leaf, in a tree of compressors.'
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +65,6 @@ class RandomOrthogonal(Basis):
 
   seed: int = 0
 
-  def __post_init__(self) -> None:
-    _checks.check_positive('seed', self.seed, 0)
-
   def matrix(self, length: int) -> np.ndarray:
     # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
     # machines must have the same bits.
@@ -84,13 +76,6 @@ class RandomOrthogonal(Basis):
           matrix[row] -= math.fsum(matrix[row] * other) * other
       matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
     return matrix
-
-  def check(self, length: int) -> None:
-    if length > 256:
-      raise ValueError(
-        f'sides must be at most 256 for RandomOrthogonal, which takes long to'
-        f' draw, got {length}. Use a smaller chunk_size.'
-      )
 
 
 @dataclasses.dataclass(frozen=True)
