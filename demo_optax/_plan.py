@@ -296,7 +296,7 @@ def _sent_by_device(
   if owners is not None:
     updates += 4 * math.prod(owners.words.shape) * count
   # What `average_gradients` gathers or adds up, uncompressed.
-  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
+  averaged = [_shard_bytes(layout.leaves[number]) for number in layout.averaged]
   if config.weighted and averaged:
     averaged.append(4)  # weights are added up beside them
   for num_bytes in averaged:
@@ -319,12 +319,12 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
   """Returns a leaf's row in the table, without its name."""
   leaf = costs.leaf
   # As for a leaf that is averaged.
-  of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
+  chunk, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
     sent_as = leaf.chunks.format
     values = sent_as.values
     if not leaf.grid.whole:
-      of = _times(leaf.grid.lengths[-2:])
+      chunk = _times(leaf.grid.lengths[-2:])
     if leaf.grid.period > 1:
       topk = f'1/{leaf.grid.period}'  # by turns
     elif sent_as.k < sent_as.n:
@@ -340,7 +340,7 @@ def _row(costs: LeafBytes) -> tuple[str, ...]:
   if not costs.as_unsharded:
     blocks += '*'
   shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
-  return shape, chunks, of, topk, indices, bits, values, sent, blocks
+  return shape, chunks, chunk, topk, indices, bits, values, sent, blocks
 
 
 def _num_shards(leaf: Leaf) -> int:

@@ -60,23 +60,18 @@ def _restored(
   return LayoutOf(saved['digest'], target.layout)
 
 
-def layouts_in(
-  tree: Any,
-  *,
-  checked: bool = False,
-) -> dict[Keys, Layout]:
+def layouts_in(tree: Any) -> dict[Keys, Layout]:
   """Returns the layouts in all states in a tree, by their paths.
 
-  Leaves out states without types, as Flax makes them. If `checked`, raises for
-  these, and for a state that was restored from another layout.
+  Raises for states without types, as Flax makes them, and for a state that was
+  restored from another layout.
   """
   layouts = {}
-  for keys, x in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
-    if isinstance(x, LayoutOf):
-      layouts[keys[:-1]] = x.layout
-      if checked:
-        check_digest(x.digest, x.layout)
-    elif checked and keys[-2:] == ('layout', 'digest'):
+  for keys, leaf in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
+    if isinstance(leaf, LayoutOf):
+      layouts[keys[:-1]] = leaf.layout
+      check_digest(leaf.digest, leaf.layout)
+    elif keys[-2:] == ('layout', 'digest'):
       raise ValueError(
         f'{dotted(keys[:-2])} must be a state that has its types, got one of'
         ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
@@ -267,17 +262,17 @@ def scale_by_demo(
     config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
-    for (path, g), p in zip(flat, given):
-      is_exchanged = _tree.is_exchanged(g if p is None else p)
+    for (path, gradient), param in zip(flat, given):
+      is_exchanged = _tree.is_exchanged(gradient if param is None else param)
       if is_exchanged:
-        exchanged.append(g)
+        exchanged.append(gradient)
       is_frozen = is_exchanged and next(leaves).is_frozen
       left_out.append(is_frozen or not is_exchanged)
       if is_frozen:
         continue
-      if is_exchanged and p is not None:
-        checks.check_sharding(path, p, workers)
-      checks.check_gradient(leaf_name(path), g, p, workers)
+      if is_exchanged and param is not None:
+        checks.check_sharding(path, param, workers)
+      checks.check_gradient(leaf_name(path), gradient, param, workers)
     _check_buckets(state, config, workers)
     found: list[jax.Array] = []
     metrics, own = algorithm.no_metrics(), state.worker_stacked
@@ -292,13 +287,13 @@ def scale_by_demo(
         weight,
       )
     in_order = iter(found)
-    new = []
-    for (_, g), p, out in zip(flat, given, left_out):
-      if out:
-        new.append(_tree.zero_update(g, p, lead))
+    in_leaves = []
+    for (_, gradient), param, is_left_out in zip(flat, given, left_out):
+      if is_left_out:
+        in_leaves.append(_tree.zero_update(gradient, param, lead))
       else:
-        new.append(next(in_order).astype(g.dtype))
-    return jax.tree.structure(updates).unflatten(new), DeMoState(
+        in_leaves.append(next(in_order).astype(gradient.dtype))
+    return jax.tree.structure(updates).unflatten(in_leaves), DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
       layout=state.layout,
@@ -342,10 +337,12 @@ def _check_buckets(
 ) -> None:
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
-  made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
+  made = {
+    keys: jnp.shape(array) for keys, array in leaves_of(state.worker_stacked)
+  }
   needed = {}
-  for keys, x in leaves_of(config.state_on_device):
-    needed[keys] = workers.bucket_shape(x.shape)
+  for keys, array in leaves_of(config.state_on_device):
+    needed[keys] = workers.bucket_shape(array.shape)
   for keys in (*made, *needed):
     size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
     if size != shape:

@@ -30,20 +30,20 @@ def describe(leaves: Mapping[str, Value]) -> Words:
       roots[name.removesuffix(RECORDS)] = read_records(text)
   words: dict[str, tuple[str, ...]] = {}
   residuals: dict[str, list[str]] = {root: [] for root in roots}
-  for name, x in leaves.items():
+  for name, array in leaves.items():
     root, stacked, path = name.partition(STACKED)
     field, _, leaf = path[1:].partition('.')
     if not stacked:
-      words[name] = (_type(x),)
+      words[name] = (_type(array),)
       continue
-    count = f'{len(x)} workers'
+    count = f'{len(array)} workers'
     if root not in roots:
-      words[name] = f"each worker's {_type(x, 1)}", '', '', count
+      words[name] = f"each worker's {_type(array, 1)}", '', '', count
     elif field == 'momentum':
       record = roots[root][leaf or dotted(())]
       words[name] = *in_words(record), count
     else:
-      residuals[root].append(f'{leaf} {x.shape}')
+      residuals[root].append(f'{leaf} {array.shape}')
   for root, shapes in residuals.items():
     text = 'no residuals'
     if shapes:
@@ -70,7 +70,9 @@ def check_fits(
 
   `remedies` has a sentence for each problem that is refused.
   """
-  allowed = [i for i, name in enumerate(_PROBLEMS) if name not in remedies]
+  allowed = [
+    number for number, name in enumerate(_PROBLEMS) if name not in remedies
+  ]
   lines = collections.defaultdict(list)
   for name, place, old, new in differences(saved, wanted, allowed):
     line = f'{name}: {old} in the checkpoint, {new} here.'

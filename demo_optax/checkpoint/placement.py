@@ -95,13 +95,21 @@ def abstract(x: Value) -> Value:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def place(x: Value, like: Value) -> Value:
+def place(name: str, x: Value, like: Value) -> Value:
   """Returns `x` as an array or number like `like`, on its devices."""
   if not hasattr(like, 'dtype'):  # a Python number
     return np.asarray(x).item()
   if not like.shape and x.dtype != like.dtype:
-    # Raises if it is too large an integer.
-    x = np.asarray(x.item(), like.dtype)
+    saved = x.item()
+    number = np.asarray(saved, like.dtype)  # raises for too large an integer
+    # Numbers of Python, which have 64 bits, take the dtype.
+    is_array = x.dtype.itemsize < 8
+    if is_array and not np.array_equal(number, saved, equal_nan=True):
+      raise ValueError(
+        f'{name} must be exact in {like.dtype}, got {saved} of {x.dtype}.'
+        ' Restore it into a tree with the dtype of the checkpoint.'
+      )
+    x = number
   if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)
   if like.sharding is None:

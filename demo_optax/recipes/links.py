@@ -70,15 +70,14 @@ def scale_to_muon(
   ) -> chex.Numeric:
     waits: chex.Numeric = 1.0  # steps until a coefficient is sent
     if isinstance(compressor, Compressor):
-      sent = compressor.chunks(shape, 'float32').format
-      share = sent.k / sent.n
-      waits = 1 / (1 - decay * (1 - share))
-      if not compressor.error_feedback:
-        waits = compressor.period
-    rms = consistent_rms
-    if rms is None:
-      rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
-    return rms * waits**0.5
+      waits = compressor.period
+      if compressor.error_feedback:
+        sent = compressor.chunks(shape, 'float32').format
+        waits = 1 / (1 - decay * (1 - sent.k / sent.n))
+    length = consistent_rms
+    if length is None:
+      length = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
+    return length * waits**0.5
 
   def update_fn(
     updates: chex.ArrayTree,
@@ -177,14 +176,14 @@ def own_muon(
     mu = treedef.flatten_up_to(state.mu)
     axes = treedef.flatten_up_to(dimension_numbers(updates))
     numbers, sides, gradients, momenta, others = [], [], [], [], []
-    for i, of_leaf in enumerate(axes):
+    for number, (leaf, of_leaf) in enumerate(zip(leaves, axes)):
       if of_leaf is None:
-        others.append(leaves[i])
+        others.append(leaf)
         continue
-      numbers.append(i)
+      numbers.append(number)
       sides.append(of_leaf)
-      gradients.append(leaves[i])
-      momenta.append(mu[i])
+      gradients.append(leaf)
+      momenta.append(mu[number])
     own = gradients, momenta, state.steps
     update = functools.partial(_update_matrices, sides, workers)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
@@ -195,9 +194,9 @@ def own_muon(
     # An array that is closed over would keep its Explicit type, and a number
     # becomes an array: subtracted before, so that all maps have the same bits.
     good = stays_finite(others, (), ())
-    new, momenta, steps = update(*own, good, beta, 1 - beta)
-    for i, x, m in zip(numbers, new, momenta):
-      leaves[i], mu[i] = x, m
+    orthonormal, momenta, steps = update(*own, good, beta, 1 - beta)
+    for number, matrix, momentum in zip(numbers, orthonormal, momenta):
+      leaves[number], mu[number] = matrix, momentum
     return treedef.unflatten(leaves), OwnMuonState(steps, treedef.unflatten(mu))
 
   return optax.GradientTransformation(init_fn, update_fn)
@@ -225,48 +224,53 @@ def _update_matrices(
   of_gradient = weight / (1 - beta**count)
   gradients = plain.joined(gradients)
   rows, orders = [], []
-  stacks: dict[Any, list[int]] = {}
+  stacks: dict[Any, list[int]] = collections.defaultdict(list)
   sizes: dict[Any, int] = collections.defaultdict(int)
-  for i, (g, d) in enumerate(zip(gradients, dimensions)):
-    inputs, outputs = d
-    batch = [a for a in range(g.ndim) if a not in inputs + outputs]
-    orders.append((*batch, *inputs, *outputs))
-    shape = -1, _size(g, inputs), _size(g, outputs)
-    squares = jnp.sum(jnp.square(g), outputs, keepdims=True)
-    rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
-    kind = shape, g.dtype
+  for number, gradient in enumerate(gradients):
+    inputs, outputs = dimensions[number]
+    sides = inputs + outputs
+    batch = [axis for axis in range(gradient.ndim) if axis not in sides]
+    order = *batch, *sides
+    orders.append(order)
+    shape = -1, _size(gradient, inputs), _size(gradient, outputs)
+    squares = jnp.sum(jnp.square(gradient), outputs, keepdims=True)
+    rows.append(squares.transpose(order).reshape(shape[:2]))
+    kind = shape, gradient.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(shape[1:]))
-    stacks.setdefault((kind, sizes[kind] // most), []).append(i)
-    sizes[kind] += g.size
+    stacks[kind, sizes[kind] // most].append(number)
+    sizes[kind] += gradient.size
 
   energies = []  # of each stack, [matrices]
   for members in stacks.values():
-    of_rows = jnp.concatenate([rows[i] for i in members])
+    of_rows = jnp.concatenate([rows[number] for number in members])
     energies.append(jnp.sum(of_rows, axis=1))
     # No sum in the Gramian of `ahead` is larger.
     good &= jnp.isfinite(4 * of_rows.shape[1] * energies[-1]).all()
 
   new, ahead = [], []
-  for g, m, row, order in zip(gradients, momenta, rows, orders):
-    old = m.astype(g.dtype)
+  for gradient, momentum, row, order in zip(gradients, momenta, rows, orders):
+    old = momentum.astype(gradient.dtype)
     # Not changed by a choice later: `ahead` would be made of both again.
-    new.append(jnp.where(good, beta * old + weight * g, old))
-    x = of_momentum * new[-1] + of_gradient * g
-    ahead.append(x.transpose(order).reshape(*row.shape, -1))
+    current = jnp.where(good, beta * old + weight * gradient, old)
+    new.append(current.astype(momentum.dtype))
+    nesterov = of_momentum * current + of_gradient * gradient
+    ahead.append(nesterov.transpose(order).reshape(*row.shape, -1))
 
   found: list[Any] = [None] * len(gradients)
   for members, energy in zip(stacks.values(), energies):
-    stack = jnp.concatenate([ahead[i] for i in members])
+    stack = jnp.concatenate([ahead[number] for number in members])
     # 1, or 0 for a matrix without gradient; NaN excludes the worker.
     size = jnp.where(good, energy != 0, jnp.nan).astype(stack.dtype)
-    stack = _orthonormal(*(lift.spread(workers, x) for x in (stack, size)))
-    ends = np.cumsum([len(ahead[i]) for i in members])
+    stack = _orthonormal(
+      lift.spread(workers, stack), lift.spread(workers, size)
+    )
+    ends = np.cumsum([len(ahead[number]) for number in members])
     stack = lift.spread(workers, stack)[: ends[-1]]
-    for i, part in zip(members, jnp.split(stack, ends[:-1])):
-      in_order = [gradients[i].shape[a] for a in orders[i]]
-      found[i] = part.reshape(in_order).transpose(np.argsort(orders[i]))
-  momenta = [x.astype(m.dtype) for x, m in zip(new, momenta)]
-  return found, momenta, jnp.where(good, count, steps)
+    for number, part in zip(members, jnp.split(stack, ends[:-1])):
+      order = orders[number]
+      in_order = [gradients[number].shape[axis] for axis in order]
+      found[number] = part.reshape(in_order).transpose(np.argsort(order))
+  return found, new, jnp.where(good, count, steps)
 
 
 def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
@@ -292,7 +296,7 @@ def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def _size(x: jax.Array, axes: Iterable[int]) -> int:
-  return math.prod(x.shape[a] for a in axes)
+  return math.prod(x.shape[axis] for axis in axes)
 
 
 def chain(
@@ -339,7 +343,7 @@ def chain(
       if path_keys(path) in frozen or not _tree.is_exchanged(x):
         return jnp.zeros_like(x)
       # By where, not by a product: a decay that is not finite would stay.
-      return jnp.where(someone, update, jnp.zeros_like(update))
+      return jnp.where(someone, update, 0)
 
     updates = jax.tree_util.tree_map_with_path(settle, updates, like)
     settled, treedef = jax.tree.flatten(updates)
@@ -352,7 +356,8 @@ def chain(
 
 def _exchange(state: optax.MaskedState) -> DeMoState:
   """Returns the exchange's state in a chain."""
-  return next(x for x in state.inner_state if isinstance(x, DeMoState))
+  links = state.inner_state
+  return next(link for link in links if isinstance(link, DeMoState))
 
 
 def _keep(

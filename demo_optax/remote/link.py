@@ -239,8 +239,10 @@ class Link:
   # Requests and answers -------------------------------------------------------
 
   def _header(self, kind: int, **fields: Any) -> Header:
-    at = self.position
-    found = Header(kind, self.rank, at.round, 0, at.chain, self._program)
+    position = self.position
+    found = Header(
+      kind, self.rank, position.round, 0, position.chain, self._program
+    )
     return found._replace(**fields)
 
   def _ask(self, kind: int, *bodies: bytes, **fields: Any) -> _Answer:

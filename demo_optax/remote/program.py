@@ -57,7 +57,7 @@ class RemoteProgram:
   def __post_init__(self) -> None:
     mesh = self.workers.mesh
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
-    if len({d.process_index for d in devices}) < jax.process_count():
+    if len({device.process_index for device in devices}) < jax.process_count():
       raise ValueError(
         'mesh must have devices of all processes that jax.distributed has'
         f' joined, got {mesh}, and {jax.process_count()} processes.'
@@ -97,16 +97,16 @@ class RemoteProgram:
     """
     self._tag_step(arrays)
     link, current = self._link, list(arrays)
-    at = link.position
+    position = link.position
     while True:
       try:
         with link.interruptible():
-          at = self._say_hello(current, at)
+          position = self._say_hello(current, position)
           self._advance(current)
       except Behind:
         continue
-      at = link.position
-      yield at.round, link.open - at.round, current
+      position = link.position
+      yield position.round, link.open - position.round, current
 
   # Tracing --------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class RemoteProgram:
     # Numbers of the arrays that all workers share, and that a step changes,
     # with the places of their next values in what it returns.
     changed = sorted({*returned.nexts} - {None})
-    self._nexts = {n: returned.nexts.index(n) for n in changed}
+    self._nexts = {number: returned.nexts.index(number) for number in changed}
     if configs and not changed:
       raise ValueError(
         f'A training step of {self.workers} must return parameters and'
@@ -128,7 +128,9 @@ class RemoteProgram:
         ' they were passed.'
       )
     self._types = traced.in_avals
-    state = ', '.join(f'{self.names[n]} {self._types[n]}' for n in changed)
+    state = ', '.join(
+      f'{self.names[number]} {self._types[number]}' for number in changed
+    )
     if changed and state != (self._link.shared or state):
       raise ValueError(
         f'All training steps of {self.workers} must return the same state,'
@@ -137,9 +139,13 @@ class RemoteProgram:
       )
     self._link.shared = self._link.shared or state
     # Of those that stay, a few numbers may be others in the next step.
-    kept = [n for n in self.shared if n not in changed]
-    self._given = [n for n in kept if self._types[n].size <= _FEW and changed]
-    self._others = [n for n in kept if self._types[n].size > _FEW]
+    kept = [number for number in self.shared if number not in changed]
+    self._given = [
+      number for number in kept if self._types[number].size <= _FEW and changed
+    ]
+    self._others = [
+      number for number in kept if self._types[number].size > _FEW
+    ]
     self._step, self._returned = flat(traced), returned
     if self._link.rank != frames.FOLLOWER:
       self._plan = PartedStep(self._step, self._compiled, donated=self.donated)
@@ -158,7 +164,7 @@ class RemoteProgram:
   def _tag_step(self, arrays: Sequence[Any]) -> None:
     """Makes messages those of a step with these arguments."""
     # Values that a worker which joins does not receive: all must pass the same.
-    given = states.to_bytes([arrays[n] for n in self._given])
+    given = states.to_bytes([arrays[number] for number in self._given])
     self._tag = frames.tag(self._messages, given, bool(self._nexts))
 
   # Rounds ---------------------------------------------------------------------
@@ -166,18 +172,18 @@ class RemoteProgram:
   def _train(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a training step in the round that is open."""
     link = self._link
-    at = link.position  # of the caller's arrays
+    position = link.position  # of the caller's arrays
     self._tag_step(arrays)
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
-          at = self._say_hello(arrays, at)
+          position = self._say_hello(arrays, position)
           self._is_source = False
           values = self._execute(
             self._plan, self._current(arrays), self._gather
           )
           if self._is_source:
-            state = [values[i] for i in self._nexts.values()]
+            state = [values[place] for place in self._nexts.values()]
             link.send_state(states.to_bytes(state))
           return values
       raise RuntimeError(
@@ -186,7 +192,7 @@ class RemoteProgram:
         ' step in all workers, or give the relay a longer --deadline.'
       )
     except BaseException:
-      link.position = at
+      link.position = position
       raise
 
   def _evaluate(self, arrays: Sequence[Any]) -> list[Any]:
@@ -196,12 +202,12 @@ class RemoteProgram:
     others are training again. The next training step brings it up to date.
     """
     link = self._link
-    at = link.position
+    position = link.position
     self._tag_step(arrays)
-    if link.open >= 0 and at.chain:
+    if link.open >= 0 and position.chain:
       with contextlib.suppress(Behind):
         return self._execute(self._plan, arrays, self._gather)
-      link.position = at
+      link.position = position
     _LOG.warning('%s evaluates alone', self.workers)
 
     def alone(_: Sequence[Any], body: bytes) -> list[bytes]:
@@ -221,13 +227,13 @@ class RemoteProgram:
     if link.open >= 0:
       return at
     link.position = at
-    others = states.digest([arrays[n] for n in self._others])
+    others = states.digest([arrays[number] for number in self._others])
     described = self._text | {'other arguments': others.hex()}
     text = frames.described(self.workers.count, described)
     if link.rank == frames.FOLLOWER:  # it has no state yet
       link.hello(text, b'')
     else:
-      state = [arrays[n] for n in self._nexts]
+      state = [arrays[number] for number in self._nexts]
       link.hello(text, states.digest(state), states.steps_in(state))
     return link.position
 
@@ -259,8 +265,8 @@ class RemoteProgram:
 
     while received:  # not every step of local updates exchanges
       values = self._execute(follower, arrays, next_list)
-      for n, x in zip(self._nexts, values):
-        arrays[n] = x
+      for number, array in zip(self._nexts, values):
+        arrays[number] = array
 
   def _is_other(self, messages: Sequence[bytes]) -> bool:
     """Returns whether a list is of another step, which changes no state.
@@ -272,7 +278,7 @@ class RemoteProgram:
     if tag == self._tag:
       return False
     if tag[:8] == self._tag[:8]:
-      names = ', '.join(self.names[n] for n in self._given)
+      names = ', '.join(self.names[number] for number in self._given)
       raise ValueError(
         f'{names} must be equal on all workers in each round, got another'
         f' value than the others in {self.workers}. A worker that is late'
@@ -287,9 +293,11 @@ class RemoteProgram:
   def _take(self, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
     state = self._link.state()
-    types = [jax.eval_shape(states.data, self._types[n]) for n in self._nexts]
-    for n, x in zip(self._nexts, states.from_bytes(state, types)):
-      own, taken = arrays[n], jnp.asarray(x)
+    types = [
+      jax.eval_shape(states.data, self._types[number]) for number in self._nexts
+    ]
+    for number, array in zip(self._nexts, states.from_bytes(state, types)):
+      own, taken = arrays[number], jnp.asarray(array)
       if prng.is_key_array(own):
         impl = jax.random.key_impl(own)
         taken = jax.random.wrap_key_data(taken, impl=impl)
@@ -297,7 +305,7 @@ class RemoteProgram:
       # Programs are compiled for arrays that no device was chosen for.
       if sharding is not None and getattr(own, 'committed', True):
         taken = put(taken, sharding)
-      arrays[n] = taken
+      arrays[number] = taken
 
   # Messages -------------------------------------------------------------------
 
@@ -334,13 +342,15 @@ class RemoteProgram:
 
   def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
     """Returns the arrays of all workers, for each array that was sent."""
-    rows = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
+    rows = [
+      np.zeros((len(messages), *like.shape), like.dtype) for like in types
+    ]
     present = np.array([*map(bool, messages)])
     ranks = np.flatnonzero(present).tolist()
     for rank in ranks:
       received = memoryview(messages[rank])[frames.CHAIN :]
-      for all_rows, x in zip(rows, states.from_bytes(received, types)):
-        all_rows[rank] = x
+      for all_rows, array in zip(rows, states.from_bytes(received, types)):
+        all_rows[rank] = array
     included = np.bool(self._link.rank in ranks)
     return [(all_rows, present, included) for all_rows in rows]
 
@@ -349,7 +359,7 @@ class RemoteProgram:
     while True:
       sketch = b''
       if self._nexts and self._link.position.then:
-        sketch = states.sketch([arrays[n] for n in self._nexts])
+        sketch = states.sketch([arrays[number] for number in self._nexts])
       messages = self._link.gather(body + sketch)
       if not self._is_other(messages):
         return messages
@@ -373,7 +383,7 @@ class RemoteProgram:
         ' one that is right.'
       )
     if follows or self._link.rank not in sketches:
-      own = states.sketch([arrays[n] for n in self._nexts])
+      own = states.sketch([arrays[number] for number in self._nexts])
       sketches = sketches | {self._link.rank: own}
     if self._link.rank not in (states.majority(sketches) or [self._link.rank]):
       self._link.part()

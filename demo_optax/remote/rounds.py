@@ -335,8 +335,8 @@ class Rounds:
     chains = collections.Counter(member.hello.chain for member in members)
 
     def standing(member: _Member) -> tuple[int, int, int]:
-      at = member.hello
-      return at.round, at.number, chains[at.chain]
+      hello = member.hello
+      return hello.round, hello.number, chains[hello.chain]
 
     # Of most rounds and steps, the state of most workers.
     first = max(members, key=standing)
@@ -371,7 +371,7 @@ class Rounds:
       return
     is_open = number == self.round
     if body and is_open:
-      if not any(m.body for m in self._members.values()):
+      if not any(other.body for other in self._members.values()):
         now = self._clock()
         self._seconds.append(now - self._began)
         self._began = now
@@ -400,7 +400,9 @@ class Rounds:
     """Ends a round: all workers get the same list."""
     number, members = self.round, self._members.values()
     # A worker that has called another step than most sends its message again.
-    steps = collections.Counter(_step_of(m.body) for m in members if m.body)
+    steps = collections.Counter(
+      _step_of(sender.body) for sender in members if sender.body
+    )
     ((step, _),) = steps.most_common(1)
     messages, missing = [b''] * self.options.workers, []
     for member in members:
@@ -502,12 +504,12 @@ class Rounds:
     state = self._usable_state
     part = []
     if state is not None and state.complete:
-      at = state.header
-      if taken == at.chain:
+      source = state.header
+      if taken == source.chain:
         self._drop_state()
       elif 0 <= header.round < state.parts:
         part.append(state.part(header.round))
-        header = header._replace(number=at.round, chain=at.chain)
+        header = header._replace(number=source.round, chain=source.chain)
     self._send(identity, header, *part)
 
   def _drop_state(self) -> None:

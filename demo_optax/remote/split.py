@@ -73,10 +73,10 @@ class PartedStep:
     self._jaxpr, self._compiled, self._follows = step.jaxpr, compiled, follows
     self._known = dict(zip(step.jaxpr.constvars, step.consts))
     self._kept = {*self._known, *step.jaxpr.invars}
-    self._kept -= {step.jaxpr.invars[i] for i in donated}
+    self._kept -= {step.jaxpr.invars[number] for number in donated}
     results = step.jaxpr.outvars
     if wanted is not None:
-      results = [results[i] for i in wanted]
+      results = [results[number] for number in wanted]
     self._parts = self._cut(results)
 
   def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
@@ -103,8 +103,8 @@ class PartedStep:
       sent = None
       if not self._follows:
         sent = values_of(values, [eqn.invars[0] for eqn in meets])
-      for eqn, met in zip(meets, exchange(meets, sent)):
-        values.update(zip(eqn.outvars, met))
+      for eqn, received in zip(meets, exchange(meets, sent)):
+        values.update(zip(eqn.outvars, received))
     for eqn, _, writes, branches in meetings:
       if branches:
         number, *operands = values_of(values, eqn.invars)
@@ -122,7 +122,8 @@ class PartedStep:
     last = max(numbers.values(), default=-1) + 1
     self._rounds: list[list[_Meeting]] = [[] for _ in range(last)]
     placed: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
-    needed = {v: {last} for v in variables(results)}  # in which parts
+    # In which parts.
+    needed = {variable: {last} for variable in variables(results)}
     for eqn in reversed(self._jaxpr.eqns):
       reads = variables(eqn.invars)
       if eqn in numbers:
@@ -131,7 +132,9 @@ class PartedStep:
         self._rounds[number].insert(0, meeting)
         parts, reads = [number], meeting.reads
       else:
-        users = [needed[v] for v in eqn.outvars if v in needed]
+        users = [
+          needed[variable] for variable in eqn.outvars if variable in needed
+        ]
         parts = sorted(set().union(*users))
         if eqn.effects and not self._follows:
           parts.append(last)
@@ -140,9 +143,9 @@ class PartedStep:
         for number in parts:
           placed[number].insert(0, eqn)
       if parts:
-        for v in reads:
-          needed.setdefault(v, set()).update(parts)
-    self.uses = [v in needed for v in self._jaxpr.invars]
+        for variable in reads:
+          needed.setdefault(variable, set()).update(parts)
+    self.uses = [variable in needed for variable in self._jaxpr.invars]
     return placed
 
   def _cut(self, results: list[Any]) -> list[_Part]:
@@ -155,7 +158,7 @@ class PartedStep:
     for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
       for meeting in meetings:
         later.update(meeting.reads)
-      writes = [v for v in made_by(eqns) if v in later]
+      writes = [variable for variable in made_by(eqns) if variable in later]
       run, read = function_of(self._jaxpr, eqns, writes)
       later.update(read)
       parts.insert(0, _Part(run, read, writes))
@@ -174,7 +177,9 @@ class PartedStep:
         f' is differentiated, got an exchange inside of {name!r}. Call the'
         ' step once for each exchange.'
       )
-    wanted = [i for i, v in enumerate(eqn.outvars) if v in needed]
+    wanted = [
+      place for place, variable in enumerate(eqn.outvars) if variable in needed
+    ]
     branches = [
       PartedStep(flat(branch), self._compiled, wanted, self._follows)
       for branch in eqn.params['branches']
@@ -183,7 +188,7 @@ class PartedStep:
     reads = [number]
     for branch in branches:
       reads += itertools.compress(operands, branch.uses)
-    writes = [eqn.outvars[i] for i in wanted]
+    writes = [eqn.outvars[place] for place in wanted]
     return _Meeting(eqn, variables(reads), writes, branches)
 
 
@@ -192,15 +197,17 @@ def jitted(part: _Part, ahead: bool) -> Any:
 
   Results of the last part take over the buffers of what it may overwrite.
   """
-  forms = [_form(v) for v in part.writes if v not in part.reads]
+  forms = [
+    _form(variable) for variable in part.writes if variable not in part.reads
+  ]
   donated = []
-  for number, v in enumerate(part.reads):
-    if v in (part.free or ()) and _form(v) in forms:
-      forms.remove(_form(v))
+  for number, variable in enumerate(part.reads):
+    if variable in (part.free or ()) and _form(variable) in forms:
+      forms.remove(_form(variable))
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
   if ahead:
-    program.lower(*(v.aval for v in part.reads)).compile()
+    program.lower(*(variable.aval for variable in part.reads)).compile()
   return program
 
 
@@ -213,7 +220,7 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
   depths: dict[Any, int] = {}
   found: dict[JaxprEqn, int] = {}
   for eqn in jaxpr.eqns:
-    before = [depths.get(v, 0) for v in variables(eqn.invars)]
+    before = [depths.get(variable, 0) for variable in variables(eqn.invars)]
     depth = max(before, default=0)
     if meetings_in([eqn]):
       found[eqn] = depth
@@ -262,11 +269,11 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
       values.update(zip(made, run(*values_of(values, reads))))
       continue
     for eqn in some:
-      found = ins = values_of(values, eqn.invars)
+      found = inputs = values_of(values, eqn.invars)
       if eqn.primitive.name == 'shard_map':
-        found = _replay_on_devices(eqn, ins)
+        found = _replay_on_devices(eqn, inputs)
       elif eqn.primitive is not watch_p:
-        found = _replay(eqn.params['jaxpr'], *ins)
+        found = _replay(eqn.params['jaxpr'], *inputs)
       values.update(zip(eqn.outvars, found))
   return values_of(values, jaxpr.outvars)
 
@@ -290,15 +297,16 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   def compiled(part: _Part) -> Any:
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
       own = []
-      for v, x in zip(part.reads, arrays):
-        own.append(x if v in specs else x[0])  # from [1, ...] on each device
+      for variable, array in zip(part.reads, arrays):
+        # From [1, ...] on each device.
+        own.append(array if variable in specs else array[0])
       found = part.run(*own)
-      return [x[None] for x in found] if part.free is None else found
+      return [array[None] for array in found] if part.free is None else found
 
     out_specs = [devices] * len(part.writes)
     if part.free is not None:
       out_specs = list(eqn.params['out_specs'])
-    in_specs = tuple(specs.get(v, devices) for v in part.reads)
+    in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     return jax.shard_map(
       on_device,
       mesh=mesh,
@@ -309,8 +317,8 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
 
   def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
     found = []
-    for eqn, x in zip(eqns, sent or []):  # f32[devices, ...]
-      rows, *flags = meet(x, Programs(eqn.params['size']))
+    for eqn, array in zip(eqns, sent or []):  # f32[devices, ...]
+      rows, *flags = meet(array, Programs(eqn.params['size']))
       # From f32[workers, devices, ...]; all devices have the same flags.
       to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
       found.append(to_devices(rows, flags))

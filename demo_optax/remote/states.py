@@ -41,13 +41,13 @@ def whole(x: Any) -> Any:
 
 def to_bytes(arrays: Sequence[Any]) -> bytes:
   """Returns the bytes of arrays, one after the other."""
-  on_host = jax.device_get([whole(x) for x in arrays])
-  return b''.join(np.asarray(x).tobytes() for x in on_host)
+  on_host = jax.device_get([whole(array) for array in arrays])
+  return b''.join(np.asarray(array).tobytes() for array in on_host)
 
 
 def num_bytes(types: Sequence[Any]) -> int:
   """Returns the length of `to_bytes`."""
-  return sum(t.size * t.dtype.itemsize for t in types)
+  return sum(like.size * like.dtype.itemsize for like in types)
 
 
 def from_bytes(
@@ -55,9 +55,9 @@ def from_bytes(
 ) -> Iterator[np.ndarray]:
   """Reads arrays of these shapes and dtypes, one after the other."""
   start = 0
-  for t in types:
-    yield np.frombuffer(found, t.dtype, t.size, start).reshape(t.shape)
-    start += num_bytes([t])
+  for like in types:
+    yield np.frombuffer(found, like.dtype, like.size, start).reshape(like.shape)
+    start += num_bytes([like])
 
 
 # Comparisons ------------------------------------------------------------------
@@ -65,8 +65,10 @@ def from_bytes(
 
 def steps_in(arrays: Sequence[Any]) -> int:
   """Returns the largest count of steps in a state."""
-  counts = [x for x in arrays if x.dtype == np.int32 and not x.ndim]
-  return max([int(whole(x)) for x in counts], default=0)
+  counts = [
+    array for array in arrays if array.dtype == np.int32 and not array.ndim
+  ]
+  return max([int(whole(array)) for array in counts], default=0)
 
 
 def digest(arrays: Sequence[Any]) -> bytes:
@@ -92,17 +94,19 @@ def hardware() -> bytes:
     names.add(f'{os.cpu_count()} cores')
     with contextlib.suppress(OSError):
       lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
-      names.update(x for x in lines if x.startswith(('model name', 'flags')))
+      names.update(
+        line for line in lines if line.startswith(('model name', 'flags'))
+      )
   return frames.digest(*map(str.encode, sorted(names)))
 
 
 @jax.jit
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
-  for x in map(data, arrays):
-    start = np.zeros(x.ndim, np.uint32)
-    digests.append(packing.digest_block(x, start, x.shape))
-    samples.append(_samples(x))
+  for array in map(data, arrays):
+    start = np.zeros(array.ndim, np.uint32)
+    digests.append(packing.digest_block(array, start, array.shape))
+    samples.append(_samples(array))
   return jnp.array(digests), jnp.array(samples)
 
 

@@ -140,9 +140,10 @@ class DataParallelStep:
   ) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      _, program, arrays = self._open(args, kwargs)
+      call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       if not self._has_run and jax.process_count() > 1:
+        agreement.check(self.workers, call.described)
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
@@ -171,8 +172,8 @@ class DataParallelStep:
       program.trace(*arrays)
     for at, behind, current in program.follow(*arrays):
       with modules.in_transform():
-        found, _, _ = call.bind(current)
-      yield at, behind, tuple(found)
+        given, _, _ = call.bind(current)
+      yield at, behind, tuple(given)
 
   def _open(
     self,
@@ -186,12 +187,12 @@ class DataParallelStep:
       name = arguments.name_at(self._signature, position)
       names.append(name or str(position))
     names += kwargs
-    given = [*args, *kwargs.values()]
-    for number, name in enumerate(names):
-      if name in self._options.static:
-        given[number] = Constant(given[number], type(given[number]))
+    argument_values = [*args, *kwargs.values()]
+    for number, value in enumerate(argument_values):
+      if names[number] in self._options.static:
+        argument_values[number] = Constant(value, type(value))
     objects: list[object] = []
-    values = only_arrays(given, objects)
+    values = only_arrays(argument_values, objects)
     arrays, treedef = jax.tree.flatten(values)
     variables, structure = modules.split(objects)
     form = Form(treedef, structure)
@@ -208,8 +209,6 @@ class DataParallelStep:
         objects,
         variables,
       )
-      if not self._known and jax.process_count() > 1:
-        agreement.check(self.workers, call.described)
       self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
@@ -233,8 +232,11 @@ class DataParallelStep:
       # ZeroMQ is needed by such workers alone.
       from demo_optax.remote.program import RemoteProgram
 
-      shared = [n for n, a in enumerate(call.arrays) if a.role is Role.SHARED]
-      copies = {n: own for n, (_, *own) in call.own_params.items()}
+      shared = []
+      for number, role in enumerate(call.roles):
+        if role is Role.SHARED:
+          shared.append(number)
+      copies = {number: own for number, (_, *own) in call.own_params.items()}
       labels = [array.name for array in call.arrays]
       return RemoteProgram(self.workers, run, labels, shared, copies, donated)
     return jax.jit(run, donate_argnums=donated)
@@ -256,17 +258,17 @@ def _listed(
 ) -> frozenset[str]:
   """Returns the names that a step's options list by name or position."""
   signature = inspect.signature(step)
-  known, takes_any_name = set(), False
+  parameters, takes_any_name = set(), False
   for parameter in signature.parameters.values():
     takes_any_name |= parameter.kind is parameter.VAR_KEYWORD
     if parameter.kind is not parameter.VAR_POSITIONAL:
-      known.add(parameter.name)
+      parameters.add(parameter.name)
   names = set()
   for argument in jax.tree.leaves(listed):
     name: str | None = argument
     if not isinstance(argument, str):
       name = arguments.name_at(signature, argument)
-    elif argument not in known and not takes_any_name:
+    elif argument not in parameters and not takes_any_name:
       name = None
     if name is None:
       raise ValueError(

@@ -68,9 +68,9 @@ class Parts(NamedTuple):
   ) -> 'Parts':
     """Parts arrays by their roles."""
     parts = cls([], [])
-    for x, role in zip(arrays, roles):
+    for array, role in zip(arrays, roles):
       side = parts.own if role.is_own else parts.equal
-      side.append(x)
+      side.append(array)
     return parts
 
   def joined(self, roles: Iterable[Role]) -> list[Any]:

@@ -76,9 +76,9 @@ class Form(NamedTuple):
     self, arrays: Sequence[jax.Array], inner: bool
   ) -> tuple[Any, list[object]]:
     """Returns the tree with these arrays, and its NNX objects."""
-    count = self.treedef.num_leaves
+    num_arrays = self.treedef.num_leaves
     # As `only_arrays` has numbered them: objects, then what they hold.
-    variables = arrays[count:]
+    variables = arrays[num_arrays:]
     objects = modules.merge(self.objects, variables, inner)
     known = [*objects, *variables]
 
@@ -87,8 +87,8 @@ class Form(NamedTuple):
         return x
       return known[x.value] if x.type is Known else x.value
 
-    tree = self.treedef.unflatten(arrays[:count])
-    return jax.tree.map(plain, tree, is_leaf=is_constant), objects
+    arrays_alone = self.treedef.unflatten(arrays[:num_arrays])
+    return jax.tree.map(plain, arrays_alone, is_leaf=is_constant), objects
 
 
 # What an argument and its next value among the results have in common: the

@@ -86,57 +86,57 @@ class Group:
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
     `[]`, whether the message reaches the others, if it may not.
     """
-    found: dict[str, jax.Array] = {}
+    received: dict[str, jax.Array] = {}
     included = None
-    for name, x in message.items():
+    for name, array in message.items():
       if isinstance(self.axis, Programs):
-        rows, _, included = meet(x, self.axis)
-        found[name] = rows
+        rows, _, included = meet(array, self.axis)
+        received[name] = rows
         if name != GATHERED:
-          found[name] = jnp.sum(rows, axis=0)
+          received[name] = jnp.sum(rows, axis=0)
       elif name == GATHERED:
-        found[name] = gather(x, self.axis)
+        received[name] = gather(array, self.axis)
       elif name == TO_OWNERS:
-        x = vary(x, self.axis)
-        found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+        array = vary(array, self.axis)
+        received[name] = jax.lax.all_to_all(array, self.axis, 0, 0, tiled=True)
       else:
-        found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
-    return found, included
+        received[name] = jax.lax.psum(vary(array, self.axis), self.axis)
+    return received, included
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices in this worker."""
     return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
   def over_devices(
-    self, reduce: Callable[..., jax.Array], x: jax.Array
+    self, reduce: Callable[..., jax.Array], array: jax.Array
   ) -> jax.Array:
     """Returns a sum or minimum over the devices in this worker."""
     # Not over an axis that nothing is spread over: it would be a collective.
     names = tuple(name for name, _ in self.inner)
-    return reduce(vary(x, *names), names) if names else x
+    return reduce(vary(array, *names), names) if names else array
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns this device's number along some axes inside its worker."""
     index: jax.Array | int = 0
-    for name, size in self.inner:
-      if name in axes:
-        index = index * size + jax.lax.axis_index(name)
+    for axis_name, size in self.inner:
+      if axis_name in axes:
+        index = index * size + jax.lax.axis_index(axis_name)
     return index
 
   def join_devices(
     self,
-    x: jax.Array,
+    array: jax.Array,
     axes: tuple[str, ...],
   ) -> jax.Array:
     """Concatenates what devices have along some axes inside this worker.
 
     From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
-    for name, _ in reversed(self.inner):
-      if name in axes:
+    for axis_name, _ in reversed(self.inner):
+      if axis_name in axes:
         # From [devices, rows, ...] along one axis.
-        x = jax.lax.collapse(gather(x, name), 0, 2)
-    return x
+        array = jax.lax.collapse(gather(array, axis_name), 0, 2)
+    return array
 
 
 def gather(x: jax.Array, axis: Axis) -> jax.Array:
@@ -169,24 +169,23 @@ def sums(
   """Sums each array along an axis, halves in float32.
 
   Real arrays up to `ORDERED_BYTES` are gathered, together, and added from left
-  to right: the sums have the same bits in every map.
+  to right: the sums have the same bits in every map. Programs, which have no
+  all-reduce, add all arrays so.
   """
-  found: dict[int, jax.Array] = {}
+  summed: dict[int, jax.Array] = {}
   together: dict[object, dict[int, jax.Array]] = {}  # by type
-  for number, x in enumerate(xs):
-    wide = vary(x.astype(_widened(x.dtype)), axis)
-    if _is_ordered(wide):
-      like = wide.dtype, jax.typeof(wide).mat.varying
-      together.setdefault(like, {})[number] = wide
-    elif isinstance(axis, Programs):  # they have no all-reduce
-      found[number] = jnp.sum(gather(wide, axis), axis=0)
+  for number, array in enumerate(xs):
+    wide = vary(array.astype(_widened(array.dtype)), axis)
+    if isinstance(axis, Programs) or _is_ordered(wide):
+      array_type = wide.dtype, jax.typeof(wide).mat.varying
+      together.setdefault(array_type, {})[number] = wide
     else:
-      found[number] = jax.lax.psum(wide, axis)
+      summed[number] = jax.lax.psum(wide, axis)
   for arrays in together.values():
-    flat, parts_of = flatten_util.ravel_pytree(arrays)
-    rows = gather(flat, axis)  # [workers, elements]
-    found |= parts_of(_in_order(rows))
-  return [found[number].astype(x.dtype) for number, x in enumerate(xs)]
+    joined, parts_of = flatten_util.ravel_pytree(arrays)
+    rows = gather(joined, axis)  # [workers, elements]
+    summed |= parts_of(_in_order(rows))
+  return [summed[number].astype(array.dtype) for number, array in enumerate(xs)]
 
 
 def _is_ordered(x: jax.Array) -> bool:
@@ -254,8 +253,8 @@ def first(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return everyones(x, axis)[0]
-  data = first(jax.random.key_data(x), axis)
-  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  key_data = first(jax.random.key_data(x), axis)
+  return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
 
 
 def everyones(
@@ -270,8 +269,8 @@ def everyones(
     return gather(x, axis)
   rows, present, _ = meet(x, axis)
   # Zeros would count in a minimum or a product.
-  some = rows[jnp.argmax(present)]
-  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
+  of_first = rows[jnp.argmax(present)]
+  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, of_first)
 
 
 def without_types(
@@ -316,5 +315,7 @@ def is_tracked(axis: Axis) -> bool:
 
 def vary(x: jax.Array, *axes: Axis) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
-  new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
-  return jax.lax.pcast(x, new, to='varying') if new else x
+  missing = tuple(
+    axis for axis in axes if is_tracked(axis) and not varies(x, axis)
+  )
+  return jax.lax.pcast(x, missing, to='varying') if missing else x

@@ -6,13 +6,13 @@ own map or in a separate program: the same function, with the same bits.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._tree import is_inexact
@@ -81,14 +81,6 @@ def _on_mesh(workers: Workers, spec: Spec) -> P:
   return P(workers.spmd_axis_name, *spec.inner)
 
 
-def _named(
-  workers: Workers,
-  spec: P,
-) -> NamedSharding:
-  assert workers.mesh is not None
-  return NamedSharding(workers.mesh, spec)
-
-
 def _simulate(
   workers: Workers,
   fun: Callable[..., Any],
@@ -100,20 +92,20 @@ def _simulate(
 
   What is sharded gets an axis for the devices, before the axis for the block.
   """
-  sizes = {workers.axis_name: workers.count}
-  sizes |= workers.param_specs.axis_sizes
-  names = [*sizes]
+  axis_sizes = {workers.axis_name: workers.count}
+  axis_sizes |= workers.param_specs.axis_sizes
+  axis_names = [*axis_sizes]
 
   def axis_of(
     name: str,
     spec: Spec,
   ) -> int | None:
     """Returns where an array has this axis, under maps over outer ones."""
-    outer = names[: names.index(name)]
+    outer = axis_names[: axis_names.index(name)]
     # From the outermost; None is an axis of the block itself.
     axes: list[str | None] = [workers.axis_name] * spec.stacked
-    for dim in range(len(spec.inner)):
-      axes += [*entry(spec.inner, dim), None]
+    for dimension in range(len(spec.inner)):
+      axes += [*entry(spec.inner, dimension), None]
     # The outer maps have taken their axes away.
     axes = [axis for axis in axes if axis not in outer]
     return axes.index(name) if name in axes else None
@@ -125,7 +117,7 @@ def _simulate(
     del number  # something has to be mapped over every axis
     return fun(*own)
 
-  for name in reversed(names):
+  for name in reversed(axis_names):
     # out_axes=None holds because what was gathered is the same for all:
     # merging is done once, not once per worker.
     axis_in = functools.partial(axis_of, name)
@@ -134,13 +126,13 @@ def _simulate(
       in_axes=(0, *jax.tree.map(axis_in, in_specs)),
       out_axes=jax.tree.map(axis_in, out_specs),
       axis_name=name,
-      axis_size=sizes[name],
+      axis_size=axis_sizes[name],
     )
-  numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
-  to_blocks = functools.partial(_to_blocks, sizes)
+  numbers = jnp.zeros([*axis_sizes.values()], jnp.int32)  # [workers, *devices]
+  to_blocks = functools.partial(_to_blocks, axis_sizes)
   blocks = jax.tree.map(to_blocks, in_specs, args)
-  found = mapped(numbers, *blocks)
-  return jax.tree.map(_from_blocks, out_specs, found)
+  results = mapped(numbers, *blocks)
+  return jax.tree.map(_from_blocks, out_specs, results)
 
 
 def _to_blocks(
@@ -149,13 +141,11 @@ def _to_blocks(
   x: jax.Array,
 ) -> jax.Array:
   """Cuts every sharded dimension to `[*devices, block]`."""
-  # From the last dimension, so that those before keep their places.
-  for dim in reversed(range(len(spec.inner))):
-    at = spec.stacked + dim
-    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    before, after = x.shape[:at], x.shape[at + 1 :]
-    x = x.reshape(*before, *devices, -1, *after)
-  return x
+  blocks = [*x.shape[: spec.stacked]]
+  for dimension, length in enumerate(x.shape[spec.stacked :]):
+    devices = [sizes[axis] for axis in entry(spec.inner, dimension)]
+    blocks += [*devices, length // math.prod(devices)]
+  return x.reshape(blocks)
 
 
 def _from_blocks(
@@ -163,10 +153,10 @@ def _from_blocks(
   x: jax.Array,
 ) -> jax.Array:
   """Undoes `_to_blocks`."""
-  for dim in range(len(spec.inner)):
-    at = spec.stacked + dim
-    num_axes = len(entry(spec.inner, dim))
-    x = jax.lax.collapse(x, at, at + num_axes + 1)
+  for dimension in range(len(spec.inner)):
+    position = spec.stacked + dimension
+    num_axes = len(entry(spec.inner, dimension))
+    x = jax.lax.collapse(x, position, position + num_axes + 1)
   return x
 
 
@@ -218,9 +208,9 @@ def context(
 
 def numbers(workers: Workers) -> jax.Array:
   """Returns which workers' arrays are here, int32 `[num_here]`."""
-  count = workers.count  # an error where the axis is not mapped
+  num_workers = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
-    return place(workers, jnp.arange(count, dtype=jnp.int32))
+    return place(workers, jnp.arange(num_workers, dtype=jnp.int32))
   if workers.relay is not None:
     return jnp.array([workers.relay.rank or 0], jnp.int32)
   return jax.lax.axis_index(workers.axis_name)[None]
@@ -260,11 +250,11 @@ def bucket_zeros(
   # Each device makes its shard. jnp.zeros(device=sharding) in a jit would make
   # all workers' momentum on a single device.
   def zeros() -> list[jax.Array]:
-    found = []
-    for x in types:
-      bucket = jnp.zeros((*devices, *x.shape), x.dtype)
-      found.append(vary(bucket, workers.axis))
-    return found
+    buckets = []
+    for bucket_type in types:
+      bucket = jnp.zeros((*devices, *bucket_type.shape), bucket_type.dtype)
+      buckets.append(vary(bucket, workers.axis))
+    return buckets
 
   return map_over(workers, zeros, (), [workers.bucket_spec] * len(types))()
 
@@ -278,11 +268,11 @@ def place(
     return x
   axis = workers.spmd_axis_name
   if workers.is_explicit:
-    old = jax.typeof(x).sharding.spec
-    return reshard(workers, x, P(axis, *old[1:]))
+    former = jax.typeof(x).sharding.spec
+    return reshard(workers, x, P(axis, *former[1:]))
   # XLA decides how the worker's devices share its part.
   others = [P.UNCONSTRAINED] * (x.ndim - 1)
-  sharding = _named(workers, P(axis, *others))
+  sharding = workers.sharding(P(axis, *others))
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -316,11 +306,11 @@ def split_rows(
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  axis, old = workers.axis_name, jax.typeof(x).sharding.spec
-  inner = tuple(name for name in entry(old, 0) if name != axis)
-  x = reshard(workers, x, P((axis, *inner), *old[1:]))
-  spec = P(axis, inner or None, *old[1:])
-  return x.reshape(shape, out_sharding=_named(workers, spec))
+  axis, former = workers.axis_name, jax.typeof(x).sharding.spec
+  inner = tuple(name for name in entry(former, 0) if name != axis)
+  x = reshard(workers, x, P((axis, *inner), *former[1:]))
+  spec = P(axis, inner or None, *former[1:])
+  return x.reshape(shape, out_sharding=workers.sharding(spec))
 
 
 def join_rows(
@@ -328,12 +318,12 @@ def join_rows(
   x: jax.Array,
 ) -> jax.Array:
   """Returns rows `[workers, b, ...]` as a batch: undoes `split_rows`."""
-  shape = (-1, *x.shape[2:])
+  joined_shape = (-1, *x.shape[2:])
   if not workers.is_explicit:
-    return x.reshape(shape)
-  old = jax.typeof(x).sharding.spec
-  spec = P((workers.axis_name, *entry(old, 1)), *old[2:])
-  return x.reshape(shape, out_sharding=_named(workers, spec))
+    return x.reshape(joined_shape)
+  former = jax.typeof(x).sharding.spec
+  spec = P((workers.axis_name, *entry(former, 1)), *former[2:])
+  return x.reshape(joined_shape, out_sharding=workers.sharding(spec))
 
 
 def reshard(
@@ -344,4 +334,4 @@ def reshard(
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if not workers.is_explicit:
     return x
-  return jax.sharding.reshard(x, _named(workers, spec))
+  return jax.sharding.reshard(x, workers.sharding(spec))

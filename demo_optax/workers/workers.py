@@ -141,9 +141,9 @@ class Workers:
         f' {mesh.axis_types}. Make all Auto or all Explicit.'
       )
     # All other axes are inside a worker.
-    inner = dict(mesh.shape)
-    del inner[axis_name]
-    specs = ParamSpecs.of(param_specs, inner, axis_name)
+    inner_sizes = dict(mesh.shape)
+    del inner_sizes[axis_name]
+    specs = ParamSpecs.of(param_specs, inner_sizes, axis_name)
     return cls('on_mesh', axis_name, mesh.shape[axis_name], mesh, specs)
 
   @classmethod
@@ -215,13 +215,13 @@ class Workers:
         ' install pyzmq.'
       )
     remote = Remote(address, rank, keys and str(keys))
-    inner = {} if mesh is None else mesh.shape
+    inner_sizes = {} if mesh is None else mesh.shape
     if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:
       raise ValueError(
         f'mesh must have axes of type Auto, got {mesh}. Make it with'
         ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
       )
-    specs = ParamSpecs.of(param_specs, inner, 'workers')
+    specs = ParamSpecs.of(param_specs, inner_sizes, 'workers')
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:
@@ -316,24 +316,18 @@ class Workers:
       path: Path,
       x: jax.Array,
     ) -> jax.Array:
-      sharding = self.sharding(path_keys(path), np.shape(x))
+      spec = self.spec(path_keys(path), np.shape(x))
       # Momentum is spread, and parameters may be as the user likes.
-      if is_on(self.mesh, x) and (
-        sharding.spec == P() or not x.is_fully_replicated
-      ):
+      if is_on(self.mesh, x) and (spec == P() or not x.is_fully_replicated):
         return x
-      return put(x, sharding)
+      return put(x, self.sharding(spec))
 
     return jax.tree_util.tree_map_with_path(move, tree)
 
-  def sharding(
-    self,
-    keys: Keys,
-    shape: tuple[int, ...],
-  ) -> NamedSharding:
-    """Returns where a parameter, or a leaf in a state, is on the mesh."""
+  def sharding(self, spec: P) -> NamedSharding:
+    """Returns where an array with this spec is on the mesh."""
     assert self.mesh is not None
-    return NamedSharding(self.mesh, self.spec(keys, shape))
+    return NamedSharding(self.mesh, spec)
 
   def spec(
     self,
@@ -362,14 +356,16 @@ def put(x: Any, sharding: NamedSharding) -> Any:
   """
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  there = isinstance(x, jax.Array) and (
+  is_placed = isinstance(x, jax.Array) and (
     isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
   )
-  if there or sharding.is_fully_addressable:
+  if is_placed or sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
   if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   # Each process passes the same values, and places those for its devices.
-  host = np.asarray(x)
-  return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
+  host_array = np.asarray(x)
+  return jax.make_array_from_callback(
+    host_array.shape, sharding, lambda i: host_array[i]
+  )

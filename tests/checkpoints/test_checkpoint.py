@@ -396,6 +396,15 @@ def test_an_integer_that_does_not_fit():
     restored(2**40, jnp.int32(0))
 
 
+def test_a_scalar_is_not_rounded():
+  """As other arrays, which are refused; without a loss it takes the dtype."""
+  rounded = jnp.bfloat16(0.1)
+  assert restored(rounded, jnp.float32(0))['x'] == jnp.float32(rounded)
+  assert jnp.isnan(restored(jnp.float32(jnp.nan), rounded)['x'])
+  with pytest.raises(ValueError, match='x must be exact in bfloat16, got 0.1'):
+    restored(jnp.float32(0.1), rounded)
+
+
 @pytest.mark.parametrize('one, other', UNLIKE)
 def test_numbers_of_another_kind_are_refused(one, other):
   for saved, like in ((one, other), (other, one)):
