@@ -14,11 +14,12 @@ class Basis:
   """
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns float64 `[length, length]` whose ROWS are the basis.
-
-    Raises a `ValueError` for a length without such a matrix.
-    """
+    """Returns float64 `[length, length]` whose ROWS are the basis."""
     raise NotImplementedError
+
+  def check(self, length: int) -> None:
+    """Raises a `ValueError` for a length without such a matrix."""
+    del length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Hadamard(Basis):
   """
 
   def matrix(self, length: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < length:
+      matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(length)
+
+  def check(self, length: int) -> None:
     if length & (length - 1):
       raise ValueError(
         f'sides of chunks must be powers of two for Hadamard, got {length}. Use'
         ' Dct() for leaves with other sides, in a tree of compressors.'
       )
-    matrix = np.ones((1, 1))
-    while len(matrix) < length:
-      matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -303,7 +303,7 @@ def transform(
   if isinstance(basis, Identity):
     return x
   rows, cols = sides
-  return _multiply(x, matrix_of(basis, cols).T, matrix_of(basis, rows).T)
+  return _multiply(x, _matrix(basis, cols).T, _matrix(basis, rows).T)
 
 
 def inverse(
@@ -315,7 +315,7 @@ def inverse(
   if isinstance(basis, Identity):
     return coefficients
   rows, cols = sides
-  return _multiply(coefficients, matrix_of(basis, rows), matrix_of(basis, cols))
+  return _multiply(coefficients, _matrix(basis, rows), _matrix(basis, cols))
 
 
 def to_coefficients(
@@ -359,11 +359,10 @@ def _multiply(
 
 
 @functools.cache
-def matrix_of(
+def _matrix(
   basis: Basis,
   length: int,
 ) -> np.ndarray:
-  """Returns float64 `[length, length]` whose rows are the basis."""
   return basis.matrix(length) if length > 1 else np.eye(1)
 
 

@@ -118,9 +118,8 @@ class Compressor:
     most = 1.05 * min(each.cost for each in candidates)
     cheap = [each for each in candidates if each.cost <= most]
     best = min(cheap, key=lambda each: each.rank).chunks
-    if not isinstance(best.basis, bases.Identity):
-      for side in best.grid.sides:
-        chunking.matrix_of(best.basis, side)  # may raise
+    for side in best.grid.sides:
+      best.basis.check(side)
     return best
 
   def _smallest(
