@@ -74,7 +74,7 @@ def random_updates(
 
   def update(key: jax.Array) -> jax.Array:
     report = wire.Report(
-      jnp.array(owners.num_owners),
+      jnp.array(config.num_owners),
       jnp.ones((wire.ENERGIES,)),
       jnp.ones((len(buckets),)),
     )

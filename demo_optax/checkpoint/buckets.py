@@ -25,7 +25,6 @@ from demo_optax.checkpoint.placement import Value, of, run
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
-from demo_optax.compressors.compressor import Compressor
 from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers import Spec, Workers, lift
 from demo_optax.workers.param_specs import entry, keep
@@ -38,17 +37,13 @@ class Coding(NamedTuple):
 
   grid: ChunkGrid  # of one shard
   blocks: tuple[int, ...]  # shards along each dimension
-  basis: Basis | None
+  basis: Basis
 
 
 def coding_of(leaf: Leaf) -> Coding:
   """Returns a leaf's coding."""
-  assert isinstance(leaf.compressor, Compressor)
-  return Coding(
-    leaf.grid,
-    leaf.sharding.blocks,
-    leaf.compressor.basis,
-  )
+  assert leaf.chunks is not None
+  return Coding(leaf.grid, leaf.sharding.blocks, leaf.chunks.basis)
 
 
 def decode(coefficients: chex.Array, coding: Coding) -> Array:

@@ -58,8 +58,8 @@ class Code:
   def pack(self, *numbers: Array) -> Array:
     """Packs `[..., chunks, count]` for each part; returns uint32 words."""
     packed = []
-    for x, (_, width) in zip(numbers, self.parts):
-      row = as_row(x)
+    for part, (_, width) in zip(numbers, self.parts):
+      row = as_row(part)
       # XLA for GPUs would copy the words of all workers.
       packed.append(row if width == 32 else packing.pack_bits(row, width))
     return jnp.concatenate(packed, axis=-1)
@@ -72,10 +72,10 @@ class Code:
     """Undoes `pack`; returns uint32 arrays."""
     numbers, first = [], 0
     for (count, width), size in zip(self.parts, self._sizes(chunks)):
-      x = data[..., first : first + size]
+      part = data[..., first : first + size]
       if width < 32:
-        x = packing.unpack_bits(x, chunks * count, width)
-      numbers.append(x.reshape(*data.shape[:-1], chunks, count))
+        part = packing.unpack_bits(part, chunks * count, width)
+      numbers.append(part.reshape(*data.shape[:-1], chunks, count))
       first += size
     return numbers
 

@@ -90,7 +90,9 @@ class Scaled(ValueCode):
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
-    data = self.pack(numbers, _to_halves(scales))
+    # The upper halves of float32 are bfloat16.
+    halves = lax.bitcast_convert_type(scales, jnp.uint32) >> 16
+    data = self.pack(numbers, halves)
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
   def decode(
@@ -101,7 +103,8 @@ class Scaled(ValueCode):
     # [..., chunks, k] and [..., chunks, 1]
     numbers, halves = self.unpack(data, chunks)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
-    scales = _from_halves(halves)
+    scales = lax.bitcast_convert_type(halves << 16, jnp.float32)
+    scales = _without_subnormals(scales)
     return levels.astype(self.dtype) * scales.astype(self.dtype)
 
 
@@ -168,12 +171,12 @@ def _mean_magnitude(values: Array) -> Array:
   """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
-  x = plain.pad_to(jnp.abs(values).astype(jnp.float32), width)
+  sums = plain.pad_to(jnp.abs(values).astype(jnp.float32), width)
   # Neighbours at half of the width, then at a quarter: a tree of sums.
   while width > 1:
     width //= 2
-    x = x[..., :width] + x[..., width:]
-  return x * np.float32(1 / k)
+    sums = sums[..., :width] + sums[..., width:]
+  return sums * np.float32(1 / k)
 
 
 def _round(x: Array) -> Array:
@@ -191,17 +194,6 @@ def _without_subnormals(x: Array) -> Array:
   Some devices and threads flush them. A subnormal scale has no finite inverse.
   """
   return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
-
-
-def _to_halves(x: Array) -> Array:
-  """Returns the upper 16 bits of float32, a bfloat16, as uint32."""
-  return lax.bitcast_convert_type(x, jnp.uint32) >> 16
-
-
-def _from_halves(halves: Array) -> Array:
-  """Undoes `_to_halves`, without subnormals."""
-  x = lax.bitcast_convert_type(halves << 16, jnp.float32)
-  return _without_subnormals(x)
 
 
 CODES: dict[str, Callable[[str, int], ValueCode]] = {

@@ -17,7 +17,6 @@ from demo_optax.compressors.compressor import (
 from demo_optax.compressors.selectors import (
   RandomSubset,
   Selector,
-  Slicing,
   Striding,
   TopK,
 )
@@ -32,7 +31,6 @@ __all__ = [
   'RandomOrthogonal',
   'RandomSubset',
   'Selector',
-  'Slicing',
   'Striding',
   'TopK',
   'cyclic_signs',

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 
-from demo_optax import _checks
-
 
 class Basis:
   """An orthonormal transform, applied along both chunk sides.
@@ -20,7 +18,7 @@ class Basis:
     raise NotImplementedError
 
   def check(self, length: int) -> None:
-    """Raises a `ValueError` if there is no matrix for this length."""
+    """Raises a `ValueError` for a length without such a matrix."""
     del length
 
 
@@ -52,8 +50,8 @@ class Hadamard(Basis):
   def check(self, length: int) -> None:
     if length & (length - 1):
       raise ValueError(
-        f'sides must be powers of two for Hadamard, got {length}. Use Dct() or'
-        ' RandomOrthogonal() for this leaf, in a tree of compressors.'
+        f'sides of chunks must be powers of two for Hadamard, got {length}. Use'
+        ' Dct() for leaves with other sides, in a tree of compressors.'
       )
 
 
@@ -70,9 +68,6 @@ class RandomOrthogonal(Basis):
 
   seed: int = 0
 
-  def __post_init__(self) -> None:
-    _checks.check_positive('seed', self.seed, 0)
-
   def matrix(self, length: int) -> np.ndarray:
     # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
     # machines must have the same bits.
@@ -84,13 +79,6 @@ class RandomOrthogonal(Basis):
           matrix[row] -= math.fsum(matrix[row] * other) * other
       matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
     return matrix
-
-  def check(self, length: int) -> None:
-    if length > 256:
-      raise ValueError(
-        f'sides must be at most 256 for RandomOrthogonal, which takes long to'
-        f' draw, got {length}. Use a smaller chunk_size.'
-      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,8 +37,9 @@ class ChunkGrid:
     lengths: chunk length along each folded dimension; 1 along those before the
       last two, unless the array is one whole chunk.
     whole: the array is one chunk in its own order, not transformed.
-    fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
-      `j` on into the columns. None: the last two dimensions are cut.
+    fold: `(rows_from, cols_from)`: dimensions from the first to the second are
+      folded into the rows, those from the second on into the columns. None: the
+      last two dimensions are cut.
     period: of how many rows chunks have one element in every column, the next
       one at each step. A vector is one column.
   """
@@ -54,9 +55,13 @@ class ChunkGrid:
     """Shape after folding, `[*batch, rows, cols]`."""
     if self.fold is None:
       return self.shape
-    b, j = self.fold
+    rows_from, cols_from = self.fold
     shape = self.shape
-    return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
+    return (
+      *shape[:rows_from],
+      math.prod(shape[rows_from:cols_from]),
+      math.prod(shape[cols_from:]),
+    )
 
   @property
   def taken(self) -> tuple[int, ...]:
@@ -68,6 +73,14 @@ class ChunkGrid:
     return tuple(sizes)
 
   @property
+  def columns(self) -> tuple[int, int, int]:
+    """Shape `[batch, rows, cols]` after folding; a vector is one column."""
+    *batch, rows, cols = (1, 1, *self.folded)
+    if len(self.folded) < 2:
+      rows, cols = cols, rows
+    return math.prod(batch), rows, cols
+
+  @property
   def leading(self) -> list[int]:
     """The slowest dimension in each folded one.
 
@@ -75,8 +88,8 @@ class ChunkGrid:
     """
     if self.fold is None:
       return list(range(len(self.shape)))
-    b, j = self.fold
-    return [*range(b + 1), j]
+    rows_from, cols_from = self.fold
+    return [*range(rows_from + 1), cols_from]
 
   @property
   def counts(self) -> tuple[int, ...]:
@@ -191,7 +204,7 @@ def chunk_grid(
 
 
 def to_chunks(
-  x: Array,
+  array: Array,
   grid: ChunkGrid,
   step: Numeric,
 ) -> Array:
@@ -201,64 +214,65 @@ def to_chunks(
   """
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
-  x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
+  array = array.reshape(grid.folded)  # [*batch, rows, cols], of elements
   if grid.period > 1:
-    x = _take_turns(x, grid, step)
+    array = _take_turns(array, grid, step)
   if any(grid.ends):
     # Without a momentum nobody repairs a scale that zeros have made smaller.
     mode = 'constant' if grid.period == 1 else 'edge'
-    x = jnp.pad(x, [(0, end) for end in grid.ends], mode)
-  x = x.reshape(batch, rows, row_length, cols, col_length)
-  x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
-  return x.reshape(grid.num_chunks, -1)
+    array = jnp.pad(array, [(0, end) for end in grid.ends], mode)
+  blocks = array.reshape(batch, rows, row_length, cols, col_length)
+  # [batch, rows, cols, row_length, col_length]
+  chunks = blocks.transpose(0, 1, 3, 2, 4)
+  return chunks.reshape(grid.num_chunks, -1)
 
 
 def from_chunks(
-  x: Array,
+  chunks: Array,
   grid: ChunkGrid,
   step: Numeric,
 ) -> Array:
   """Undoes `to_chunks`, dropping the padding; zeros were not taken."""
   # [batch, rows, cols, row_length, col_length]
-  x = x.reshape(*grid.folded_counts, *grid.sides)
-  x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
-  x = x.reshape([size + end for size, end in zip(grid.taken, grid.ends)])
+  blocks = chunks.reshape(*grid.folded_counts, *grid.sides)
+  # [batch, rows, row_length, cols, col_length]
+  blocks = blocks.transpose(0, 1, 3, 2, 4)
+  padded = [size + end for size, end in zip(grid.taken, grid.ends)]
+  array = blocks.reshape(padded)
   if any(grid.ends):
-    x = x[tuple(map(slice, grid.taken))]
+    array = array[tuple(map(slice, grid.taken))]
   if grid.period > 1:
-    x = _put_turns(x, grid, step)
-  return x.reshape(grid.shape)
+    array = _put_turns(array, grid, step)
+  return array.reshape(grid.shape)
 
 
 def _take_turns(
-  x: Array,
+  array: Array,
   grid: ChunkGrid,
   step: Numeric,
 ) -> Array:
   """Returns the elements whose turn it is, `[*grid.taken]`."""
-  rows, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
-  x, missing = x.reshape(-1, rows, cols), -rows % grid.period
-  if missing:
-    x = jnp.pad(x, [(0, 0), (0, missing), (0, 0)], 'edge')
-  x = x.reshape(len(x), -1, grid.period, cols)
+  batch, rows, cols = grid.columns
+  array = array.reshape(batch, rows, cols)
+  if missing := -rows % grid.period:
+    array = jnp.pad(array, [(0, 0), (0, missing), (0, 0)], 'edge')
+  array = array.reshape(batch, -1, grid.period, cols)
   # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
   # finite among the others makes NaN, which excludes the worker.
-  x = jnp.where(_turns(grid.period, cols, step), x, 0 * x)
-  return jnp.sum(x, axis=2).reshape(grid.taken)
+  array = jnp.where(_turns(grid.period, cols, step), array, 0 * array)
+  return jnp.sum(array, axis=2).reshape(grid.taken)
 
 
 def _put_turns(
-  x: Array,
+  array: Array,
   grid: ChunkGrid,
   step: Numeric,
 ) -> Array:
   """Undoes `_take_turns`, with zeros elsewhere."""
-  groups, cols = x.shape[-2:] if x.ndim > 1 else (x.size, 1)
-  x = x.reshape(-1, groups, 1, cols)
-  x = jnp.where(_turns(grid.period, cols, step), x, 0)
-  x = x.reshape(-1, groups * grid.period, cols)
-  rows = math.prod(grid.folded) // (len(x) * cols)
-  return x[:, :rows]
+  batch, rows, cols = grid.columns
+  array = array.reshape(batch, -1, 1, cols)
+  array = jnp.where(_turns(grid.period, cols, step), array, 0)
+  return array.reshape(batch, -1, cols)[:, :rows]
 
 
 def _turns(
@@ -289,54 +303,59 @@ def transform(
   if isinstance(basis, Identity):
     return x
   rows, cols = sides
-  x = x.reshape(-1, rows, cols)  # [chunks, row position, column position]
-  x = _apply(x, _matrix(basis, cols).T)
-  x = x.transpose(0, 2, 1)  # [chunks, column frequency, row position]
-  x = _apply(x, _matrix(basis, rows).T)
-  return x.reshape(-1, rows * cols)
+  return _multiply(x, _matrix(basis, cols).T, _matrix(basis, rows).T)
 
 
 def inverse(
-  c: Array,
+  coefficients: Array,
   sides: tuple[int, int],
   basis: Basis,
 ) -> Array:
   """Undoes `transform`."""
   if isinstance(basis, Identity):
-    return c
+    return coefficients
   rows, cols = sides
-  c = c.reshape(-1, cols, rows)  # [chunks, column frequency, row frequency]
-  c = _apply(c, _matrix(basis, rows))
-  c = c.transpose(0, 2, 1)  # [chunks, row position, column frequency]
-  c = _apply(c, _matrix(basis, cols))
-  return c.reshape(-1, rows * cols)
+  return _multiply(coefficients, _matrix(basis, rows), _matrix(basis, cols))
 
 
 def to_coefficients(
   x: Array,
   grid: ChunkGrid,
-  basis: Basis | None,
+  basis: Basis,
 ) -> Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
-  Without a basis the chunks keep elements, as those that owners have. What is
-  kept between steps has no turns.
+  What is kept between steps has no turns.
   """
   chunks = to_chunks(x, grid, step=0)
-  if basis is not None and not grid.whole:
-    chunks = transform(chunks, grid.sides, basis)
-  return chunks.reshape(grid.coefficients_shape)
+  coefficients = transform(chunks, grid.sides, basis)
+  return coefficients.reshape(grid.coefficients_shape)
 
 
 def from_coefficients(
-  c: Array,
+  coefficients: Array,
   grid: ChunkGrid,
-  basis: Basis | None,
+  basis: Basis,
 ) -> Array:
   """Undoes `to_coefficients`, dropping the padding."""
-  if basis is not None and not grid.whole:
-    c = inverse(c, grid.sides, basis)
-  return from_chunks(c, grid, step=0)
+  chunks = inverse(coefficients, grid.sides, basis)
+  return from_chunks(chunks, grid, step=0)
+
+
+def _multiply(
+  blocks: Array,
+  fast: np.ndarray,
+  slow: np.ndarray,
+) -> Array:
+  """Multiplies chunks `[chunks, n]` along their fast and slow index.
+
+  They change places: the slow index becomes the fast one.
+  """
+  blocks = blocks.reshape(-1, len(slow), len(fast))
+  blocks = _apply(blocks, fast)
+  blocks = blocks.transpose(0, 2, 1)  # [chunks, fast, slow]
+  blocks = _apply(blocks, slow)
+  return blocks.reshape(-1, len(slow) * len(fast))
 
 
 @functools.cache

@@ -30,6 +30,7 @@ class LeafChunks:
 
   grid: ChunkGrid  # of a sharded leaf, one shard's
   format: ChunkFormat
+  basis: Basis  # of the coefficients
 
   @property
   def num_bytes(self) -> int:
@@ -86,12 +87,12 @@ class Compressor:
   ) -> LeafChunks:
     """Returns the chunks for a leaf, or one shard, with momentum in `dtype`.
 
-    An array with more than two dimensions is folded to a matrix batch,
-    `shape[:b] | shape[b:j] | shape[j:]`. Compares the bytes of all folds, where
-    `TopK` sends `k` from every chunk. Keeps the last two dimensions if they
-    cost at most 5 % more than the cheapest fold. Otherwise takes, among the
-    folds within 5 %, the largest `b`, so that layers and experts stay apart;
-    then the squarest, then the smallest `j`.
+    An array with more than two dimensions is folded to a matrix batch: see
+    `ChunkGrid.fold`. Compares the bytes of all folds, where `TopK` sends `k`
+    from every chunk. Keeps the last two dimensions if they cost at most 5 %
+    more than the cheapest fold. Otherwise takes, among the folds within 5 %,
+    the largest `rows_from`, so that layers and experts stay apart; then the
+    squarest, then the smallest `cols_from`.
     """
     # A proportional `k` would favour small chunks, which cost little more and
     # have fewer coefficients to select from.
@@ -99,9 +100,8 @@ class Compressor:
     if isinstance(full_k, selectors.TopK):
       full_k = dataclasses.replace(full_k, per=None)
     candidates: list[_Candidate] = []
-    refused = None
-    for b, j in chunking.folds(len(shape), self.batch_dims):
-      fold = None if b == len(shape) - 2 else (b, j)
+    for rows_from, cols_from in chunking.folds(len(shape), self.batch_dims):
+      fold = None if rows_from == len(shape) - 2 else (rows_from, cols_from)
       grid = chunking.chunk_grid(
         shape,
         self.chunk_size,
@@ -109,36 +109,18 @@ class Compressor:
         fold=fold,
         period=self.period,
       )
-      chunks = self._smallest(grid, dtype, self.select)
-      try:
-        self._check(chunks.grid)
-      except ValueError as error:
-        refused = error
-        continue
-      rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
+      rows, cols = (1, 1, *grid.folded)[-2:]
       ratio = max(rows, cols) / min(rows, cols)
       cost = self._smallest(grid, dtype, full_k).num_bytes
-      rank = fold is not None, -b, ratio, j
+      rank = fold is not None, -rows_from, ratio, cols_from
+      chunks = self._smallest(grid, dtype, self.select)
       candidates.append(_Candidate(cost, rank, chunks))
-    if refused is not None and not candidates:
-      raise refused
-    most = 1.05 * min(x.cost for x in candidates)
-    cheap = [x for x in candidates if x.cost <= most]
-    return min(cheap, key=lambda x: x.rank).chunks
-
-  def _check(self, grid: ChunkGrid) -> None:
-    """Raises a `ValueError` if the basis has no matrix for these chunks."""
-    if grid.whole:
-      return
-    rows, cols = grid.sides
-    try:
-      self.basis.check(rows)
-      self.basis.check(cols)
-    except ValueError as error:
-      raise ValueError(
-        f'A leaf of shape {grid.shape} is cut into chunks of {rows}x{cols},'
-        f' of {self.basis}: {error}'
-      ) from error
+    most = 1.05 * min(each.cost for each in candidates)
+    cheap = [each for each in candidates if each.cost <= most]
+    best = min(cheap, key=lambda each: each.rank).chunks
+    for side in best.grid.sides:
+      best.basis.check(side)
+    return best
 
   def _smallest(
     self,
@@ -147,22 +129,23 @@ class Compressor:
     select: Selector,
   ) -> LeafChunks:
     """Returns the selection from the grid's chunks, or the whole leaf."""
-    n, name = grid.chunk_size, jnp.dtype(dtype).name
-    k = select.count(n)
-    sparse = LeafChunks(
-      grid,
-      ChunkFormat(n, k, name, self.values, select.shared),
+    size, basis = grid.chunk_size, self.basis
+    sparse_format = ChunkFormat(
+      size,
+      select.count(size),
+      jnp.dtype(dtype).name,
+      self.values,
+      select.shared,
     )
+    sparse = LeafChunks(grid, sparse_format, basis)
     if not self.error_feedback:
       return sparse
     # A scale belongs to a chunk; exact values need no chunks.
     if self.values == 'float32':
       grid = ChunkGrid(grid.shape, grid.shape, whole=True)
-    n = grid.chunk_size
-    dense = LeafChunks(
-      grid,
-      ChunkFormat(n, n, name, self.values, select.shared),
-    )
+      basis, size = bases.Identity(), grid.chunk_size
+    dense_format = dataclasses.replace(sparse_format, n=size, k=size)
+    dense = LeafChunks(grid, dense_format, basis)
     return sparse if sparse.num_bytes < dense.num_bytes else dense
 
 
@@ -192,11 +175,11 @@ def per_leaf(
 
   if _tree.is_function(compressor):
     compressor = compressor(tree)
-  for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
-    if not is_leaf(x):
+  for leaf in jax.tree.leaves(compressor, is_leaf=is_leaf):
+    if not is_leaf(leaf):
       raise TypeError(
         'compressor must be a Compressor, or a tree of them and of None, got'
-        f' {_checks.short(x)}. Make one with demo_optax.dct_topk().'
+        f' {_checks.short(leaf)}. Make one with demo_optax.dct_topk().'
       )
   return broadcast(compressor, tree, 'compressor', is_leaf)
 

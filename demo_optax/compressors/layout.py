@@ -123,39 +123,24 @@ class Bucket:
     own = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
     return plain.pad_to(own, self.rows, axis=0)
 
-  def strip(
+  def with_rows(
     self,
     x: Array,
-    *owners: int,
+    rows: int,
   ) -> Array:
-    """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
+    """Cuts or fills `[..., chunks, k]` to a number of rows.
 
-    Owners with fewer chunks get zero chunks at indices 0..k-1.
+    Those that fill it have zeros, or the indices 0 to k - 1.
     """
-    k = self.format.k
-    shape = *owners, self.num_chunks, k
-    x, size = x.reshape(-1), math.prod(shape)
-    if size > len(x):
-      fill = jnp.arange(k, dtype=x.dtype)
-      if not jnp.issubdtype(x.dtype, jnp.integer):
-        fill = jnp.zeros_like(fill)
-      x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
-    return x[:size].reshape(shape)
-
-  def unstrip(
-    self,
-    x: Array,
-    fill: Array | None = None,
-  ) -> Array:
-    """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
-    senders, k = len(x), self.format.k
-    x = x.reshape(senders, -1)
-    if missing := self.rows * k - x.shape[1]:
-      padding = jnp.zeros_like(x, shape=(senders, missing))
-      if fill is not None:
-        padding += jnp.tile(fill, missing // k)[None]
-      x = jnp.concatenate([x, padding], axis=1)
-    return x.reshape(senders, self.rows, k)
+    *lead, chunks, k = x.shape
+    if rows <= chunks:
+      return x[..., :rows, :]
+    row = jnp.zeros_like(x, shape=(k,))
+    if jnp.issubdtype(x.dtype, jnp.integer):
+      row = jnp.arange(k, dtype=x.dtype)
+    row = lax.broadcast_to_rank(row, x.ndim)
+    filling = jnp.broadcast_to(row, (*lead, rows - chunks, k))
+    return jnp.concatenate([x, filling], axis=-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +192,8 @@ class Leaf:
       'dtype': self.dtype,
       'compressor': str(self.compressor),
     }
-    if isinstance(self.compressor, Compressor):
-      grid, basis = self.grid, self.compressor.basis
+    if self.chunks is not None:
+      grid, basis = self.chunks.grid, self.chunks.basis
       blocks = list(self.sharding.blocks)
       for dim, padding in zip(grid.leading, grid.ends):
         if not padding and not grid.whole and grid.period == 1:
@@ -255,23 +240,25 @@ class Layout:
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
     """Leaves in buckets, by number."""
-    return tuple(i for i, leaf in enumerate(self.leaves) if leaf.bucket >= 0)
+    return tuple(
+      member for member, leaf in enumerate(self.leaves) if leaf.bucket >= 0
+    )
 
   @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
     """Leaves that are averaged uncompressed, by number."""
     leaves = enumerate(self.leaves)
-    return tuple(i for i, leaf in leaves if leaf.compressor is None)
+    return tuple(member for member, leaf in leaves if leaf.compressor is None)
 
   @functools.cached_property
   def digest(self) -> np.ndarray:
     """Returns uint32 `[4]`, equal if all leaves have equal places."""
     places = []
-    for i in self.compressed:
+    for member in self.compressed:
       # The bucket has what is read of the compressor.
-      places.append(dataclasses.replace(self.leaves[i], compressor=None))
-    kinds = [(b.basis, b.dense, b.split_axes) for b in self.buckets]
-    text = repr((places, kinds)).encode()
+      places.append(dataclasses.replace(self.leaves[member], compressor=None))
+    split_axes = [bucket.split_axes for bucket in self.buckets]
+    text = repr((places, split_axes)).encode()
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
   @functools.cached_property
@@ -286,14 +273,18 @@ class Layout:
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
-    return [i for i in self.compressed if self.leaves[i].bucket == number]
+    return [
+      member
+      for member in self.compressed
+      if self.leaves[member].bucket == number
+    ]
 
   def _starts(self, number: int, step: Numeric) -> Sequence[Numeric]:
     """Returns where a bucket's leaves begin.
 
     With the `step` of a program, leaves of one shape share kernels on CPUs.
     """
-    offsets = [self.leaves[i].offset for i in self.members(number)]
+    offsets = [self.leaves[member].offset for member in self.members(number)]
     return plain.unknown(offsets, step)
 
   def join(
@@ -311,8 +302,8 @@ class Layout:
     bucket = self.buckets[number]
     # [chunks, n] per leaf, or [elements] if dense
     parts = []
-    for i in self.members(number):
-      parts.append(chunks[i].reshape(-1, *bucket.unit))
+    for member in self.members(number):
+      parts.append(chunks[member].reshape(-1, *bucket.unit))
     length = rows * bucket.format.n // math.prod(bucket.unit)
     missing = length - sum(map(len, parts))
     padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
@@ -334,10 +325,10 @@ class Layout:
     # [chunks, n], or [elements] if dense
     units = rows.reshape(-1, *self.buckets[number].unit)
     chunks = {}
-    for i, start in zip(self.members(number), self._starts(number, step)):
-      leaf = self.leaves[i]
+    for member, start in zip(self.members(number), self._starts(number, step)):
+      leaf = self.leaves[member]
       of_leaf = lax.dynamic_slice_in_dim(units, start, leaf.size)
-      chunks[i] = of_leaf.reshape(-1, leaf.grid.chunk_size)
+      chunks[member] = of_leaf.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
   def fill(
@@ -353,9 +344,9 @@ class Layout:
     """
     bucket = self.buckets[number]
     chunks = {}
-    for i in self.members(number):
-      shard = shards[i].astype(bucket.format.dtype)
-      chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid, step)
+    for member in self.members(number):
+      shard = shards[member].astype(bucket.format.dtype)
+      chunks[member] = chunking.to_chunks(shard, self.leaves[member].grid, step)
     if bucket.num_devices == 1:
       return self.join(number, chunks, bucket.rows, step)
     of_all = self.join(number, chunks, bucket.all_chunks, step)
@@ -369,8 +360,10 @@ class Layout:
   ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
-    for i, chunks in self.split(number, rows, step).items():
-      shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid, step)
+    for member, chunks in self.split(number, rows, step).items():
+      shards[member] = chunking.from_chunks(
+        chunks, self.leaves[member].grid, step
+      )
     return shards
 
 
@@ -386,13 +379,15 @@ def make_layout(
   leaves: list[Leaf] = []
   # Leaves in each bucket that is still empty.
   members: dict[Bucket, list[int]] = {}
-  for (path, x), chosen in zip(flat, per_leaf(compressor, params)):
-    shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
+  for (path, param), chosen in zip(flat, per_leaf(compressor, params)):
+    shape, dtype = np.shape(param), _tree.momentum_dtype(path, param)
     sharding, chunks = param_specs.place(path, shape), None
     if isinstance(chosen, Compressor):
       shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)
-      split = {a: n for a, n in axis_sizes if a not in sharding.axes}
+      split = {
+        axis: size for axis, size in axis_sizes if axis not in sharding.axes
+      }
       empty = _empty_bucket(chosen, chunks, split)
       members.setdefault(empty, []).append(len(leaves))
     keys = path_keys(path)
@@ -400,9 +395,11 @@ def make_layout(
   buckets: list[Bucket] = []
   for empty, numbers in members.items():
     number, size = len(buckets), 0
-    for i in numbers:
-      leaves[i] = dataclasses.replace(leaves[i], bucket=number, offset=size)
-      size += leaves[i].size
+    for member in numbers:
+      leaves[member] = dataclasses.replace(
+        leaves[member], bucket=number, offset=size
+      )
+      size += leaves[member].size
     buckets.append(_fit(empty, number, size))
   return Layout(tuple(leaves), tuple(buckets), axis_sizes)
 
@@ -420,7 +417,7 @@ def _empty_bucket(
   return Bucket(
     name='',
     select=compressor.select,
-    basis=compressor.basis,
+    basis=chunks.basis,
     format=chunk_format,
     sides=sides,
     dense=chunks.grid.whole,
@@ -442,8 +439,8 @@ def _fit(
     label = 'dense'
     # Even rows, so that each device sends little padding.
     share = -(-size // bucket.num_devices)
-    n = -(-share // -(-share // _DENSE_ROW))
-    chunk_format = dataclasses.replace(bucket.format, n=n, k=n)
-    bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, n))
+    length = -(-share // -(-share // _DENSE_ROW))
+    chunk_format = dataclasses.replace(bucket.format, n=length, k=length)
+    bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, length))
   name = f'bucket_{number:03}_{label}'
   return dataclasses.replace(bucket, name=name, size=size)

@@ -20,11 +20,13 @@ from demo_optax.workers import Workers
 
 def _parameters(config: ExchangeConfig) -> str:
   leaves = config.layout.leaves
-  return ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves)
+  return ', '.join(
+    f'{leaf.name} {leaf.dtype}{list(leaf.shape)}' for leaf in leaves
+  )
 
 
 def _compressors(config: ExchangeConfig) -> str:
-  text = str([x.compressor for x in config.layout.leaves])
+  text = str([leaf.compressor for leaf in config.layout.leaves])
   # Functions in them are compared by name.
   return re.sub(' at 0x[0-9a-f]+', '', text)
 

@@ -102,13 +102,10 @@ class ExchangeConfig:
   @functools.cached_property
   def owners(self) -> UpdatePacker | None:
     """Writes and reads updates; None if no chunk has an owner."""
-    if not self.num_owners or not self.packer.words.buckets:
+    owned = self.packer.words.buckets
+    if not self.num_owners or not owned:
       return None
-    return UpdatePacker(
-      self.layout.buckets,
-      self.num_owners,
-      self.update_values,
-    )
+    return UpdatePacker(owned, self.update_values)
 
   @property
   def state_on_device(self) -> WorkerState:
@@ -147,9 +144,9 @@ def exchange(
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = []
-  for i, bucket in enumerate(buckets):
+  for number, bucket in enumerate(buckets):
     device = group.device_index(bucket.split_axes)
-    chunks.append(layout.fill(i, gradients, device, hyper.step))
+    chunks.append(layout.fill(number, gradients, device, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -210,14 +207,16 @@ def exchange(
     data, residual = owners.pack(merged, residual, report)
     everyones = gather(data, group.axis)  # [owners, rows, 128]
     of_owners, report = owners.unpack(everyones, distinct, group)
-    merged = [of_owners.get(i, update) for i, update in enumerate(merged)]
+    merged = [
+      of_owners.get(number, update) for number, update in enumerate(merged)
+    ]
 
   updates: dict[int, Array] = {}
-  for i, (bucket, update) in enumerate(zip(buckets, merged)):
+  for number, (bucket, update) in enumerate(zip(buckets, merged)):
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
       update = group.join_devices(own, bucket.split_axes)
-    updates |= layout.cut(i, update, hyper.step)
+    updates |= layout.cut(number, update, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
@@ -225,7 +224,7 @@ def exchange(
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(packer, group, report)
   state = WorkerState(momentum, residual)
-  return [updates[i] for i in sorted(updates)], state, metrics
+  return [updates[member] for member in sorted(updates)], state, metrics
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
@@ -287,7 +286,7 @@ def run(
     return updates, new, metrics
 
   stacked, same = workers.stacked_gradients, Spec(False)
-  inner = [leaves[i].sharding.spec for i in exchanged]
+  inner = [leaves[member].sharding.spec for member in exchanged]
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
   mapped = lift.map_over(
@@ -301,12 +300,12 @@ def run(
     ),
     ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
-  own = [gradients[i] for i in exchanged]
+  own = [gradients[member] for member in exchanged]
   updates, state, metrics = mapped(own, state, hyper, weight)
   # An update has the type of its parameter, which Explicit meshes compare.
   placed = []
-  for i, update in zip(exchanged, updates):
-    placed.append(lift.reshard(workers, update, leaves[i].sharding.given))
+  for member, update in zip(exchanged, updates):
+    placed.append(lift.reshard(workers, update, leaves[member].sharding.given))
   return placed, state, metrics
 
 
@@ -337,8 +336,8 @@ def _is_valid(
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
     # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
     good.append(jnp.all(jnp.abs(weighted) <= largest))
-  for i in layout.averaged:
-    gradient = gradients[i]
+  for member in layout.averaged:
+    gradient = gradients[member]
     if weight is not None:
       gradient = weight.astype(gradient.dtype) * gradient
     good.append(jnp.all(jnp.isfinite(gradient)))
@@ -358,14 +357,17 @@ def _averages(
   # A joint sum varies over every axis that any of its terms varies over: only
   # leaves that are sharded over the same axes are summed together.
   groups: dict[tuple[str, ...], list[int]] = {(): []}
-  for i in layout.averaged:
-    groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
+  for member in layout.averaged:
+    groups.setdefault(layout.leaves[member].sharding.axes, []).append(member)
   averages = {}
   scalars = [valid.astype(jnp.int32)]
   if weight is not None:
     scalars.append(jnp.where(valid, weight, 0))
   for axes, members in groups.items():
-    terms = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    terms = [
+      gradients[member].astype(layout.leaves[member].dtype)
+      for member in members
+    ]
     if weight is not None:
       terms = [rounding.mul_no_fma(weight, term) for term in terms]
     terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
@@ -374,9 +376,9 @@ def _averages(
     else:  # the first group
       summed = sums([*terms, *scalars], group.axis)
       totals, scalars = summed[: len(members)], summed[len(members) :]
-    for i, total in zip(members, totals):
+    for member, total in zip(members, totals):
       share = rounding.share(1, scalars[-1], total.dtype)
-      averages[i] = rounding.mul_no_fma(share, total)
+      averages[member] = rounding.mul_no_fma(share, total)
   return averages, scalars[0]
 
 
@@ -388,12 +390,14 @@ def _metrics(
   assert report.num_valid is not None
   valid = report.num_valid.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for i, (bucket, distinct) in enumerate(zip(packer.buckets, report.distinct)):
+  for number, (bucket, distinct) in enumerate(
+    zip(packer.buckets, report.distinct)
+  ):
     k = bucket.format.k
     if not bucket.format.shared and k < bucket.format.n:
       of_all = valid * float(bucket.num_chunks * k)
       # Rows that fill a bucket count as sent by all.
-      rows = packer.read[i].rows * (packer.num_owners or 1)
+      rows = packer.read[number].rows * (packer.num_owners or 1)
       filling = (rows - bucket.num_chunks) * k * jnp.minimum(valid, 1)
       senders += jnp.stack([of_all, distinct - filling])
   held, sent, stays, all_sent, different = group.over_devices(

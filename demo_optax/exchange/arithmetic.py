@@ -32,8 +32,7 @@ def accumulate_and_select(
     momentum: jax.Array | None, start: chex.Numeric, rows: int
   ) -> Any:
     c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
-    if not bucket.dense:
-      c = chunking.transform(c, bucket.sides, bucket.basis)
+    c = chunking.transform(c, bucket.sides, bucket.basis)
     if momentum is not None:
       old = _load(momentum, start, rows)
       c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
@@ -53,16 +52,10 @@ def _select(
   bucket: Bucket, c: jax.Array, step: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
   """Returns the indices `[rows, k]` that are sent, if not all, and values."""
-  n = bucket.format.n
-  if bucket.format.k == n:
+  if bucket.format.k == bucket.format.n:
     return None, c
   indices = _places(bucket, c, step)
-  values = topk.take(c, indices)
-  if not _is_sound(bucket):
-    # What is read outside of a chunk excludes the worker.
-    inside = (indices >= 0) & (indices < n)
-    values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
-  return indices, values
+  return indices, topk.take(c, indices)
 
 
 def subtract(
@@ -116,8 +109,7 @@ def merge(
       average,
       received.weights,
     )
-    if not bucket.dense:
-      u = chunking.inverse(u, bucket.sides, bucket.basis)
+    u = chunking.inverse(u, bucket.sides, bucket.basis)
     return (_store(updates, u, start), distinct + found), None
 
   # Zeros that depend on received values: XLA would otherwise allocate them
@@ -167,18 +159,18 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
 def _places(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns int32 `[rows, k]`, ascending within a chunk, as messages need them.
 
-  Selectors may return any order and integer dtype, and negative indices. Those
-  that all workers select depend on the step alone.
+  Selectors may return any order and integer dtype. What all workers select
+  depends on the step alone.
   """
-  n, k, rows = bucket.format.n, bucket.format.k, len(c)
+  rows = len(c)
   if bucket.format.shared:
-    c = jnp.zeros((1, n), c.dtype)
+    c = jnp.zeros((1, bucket.format.n), c.dtype)
   indices = bucket.select(c, step).astype(jnp.int32)
   if not _is_sound(bucket):
-    indices = jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
-  return jnp.broadcast_to(indices, (rows, k))
+    indices = jnp.sort(indices, axis=1)
+  return jnp.broadcast_to(indices, (rows, bucket.format.k))
 
 
 def _is_sound(bucket: Bucket) -> bool:
-  """Returns whether indices are in range, and in their code's order."""
+  """Returns whether indices are selected in their code's order."""
   return type(bucket.select) is TopK

@@ -33,6 +33,7 @@ valid workers, the energies, and the weights, by which values are multiplied.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -135,28 +136,38 @@ class Words:
     packed: list[Array] = []
     decoded: dict[int, Array] = {}
     for chunk_format, numbers in self.members.items():
-      all_values, all_indices = [], []  # [*readers, chunks, k] of each bucket
+      pairs = []  # [*readers, chunks, k] of each bucket
       for number in numbers:
-        bucket, (indices, values) = self.buckets[number], selected[number]
-        all_values.append(bucket.strip(values, *self.readers))
-        if chunk_format.index_code and indices is not None:
-          all_indices.append(bucket.strip(indices, *self.readers))
-      joined = None
-      if all_indices:
-        joined = jnp.concatenate(all_indices, axis=-2)
-      values = jnp.concatenate(all_values, axis=-2)
-      words, read = chunk_format.encode(joined, values)
+        indices, values = selected[number]
+        if chunk_format.index_code is None:
+          indices = None
+        cut = functools.partial(self._cut, self.buckets[number])
+        pairs.append(jax.tree.map(cut, (indices, values)))
+      joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *pairs)
+      words, read = chunk_format.encode(*joined)
       packed.append(words)
       parts = split(read, self._counts(numbers), axis=-2)
       decoded.update(zip(numbers, parts))
     return packed, decoded
+
+  def _cut(self, bucket: Bucket, x: Array) -> Array:
+    """Cuts `[rows, k]` to what is sent, `[*readers, chunks, k]`.
+
+    Readers with fewer chunks get some that fill theirs.
+    """
+    rows = math.prod(self.readers) * bucket.num_chunks
+    cut = bucket.with_rows(x, rows)
+    return cut.reshape(*self.readers, -1, bucket.format.k)
 
   def join(self, packed: Sequence[Array], scalars: Array) -> Array:
     """Returns all words, with float32 scalars after those of `encode`."""
     end = lax.bitcast_convert_type(scalars, jnp.uint32)
     end = jnp.broadcast_to(end, (*self.readers, *end.shape))
     words = jnp.concatenate([*packed, end], axis=-1)  # [*readers, words]
-    return words if self.readers else as_rows(words)
+    if self.readers:
+      return words
+    rows, _ = self.shape
+    return plain.pad_to(words, rows * ROW).reshape(rows, ROW)
 
   def decode(
     self, words: Array
@@ -252,34 +263,40 @@ class Packer:
     receivers decode.
     """
     sent = [selection.values for selection in selected]
-    status = valid.astype(jnp.float32)[None]
-    own_weight = [] if weight is None else [weight[None]]  # float32 [1]
-    message = {}
-    if written := self.words.buckets:
-      packed, decoded = self.words.encode({i: selected[i][:2] for i in written})
+    packed: list[Array] = []
+    written = self.words.buckets
+    if written:
+      packed, decoded = self.words.encode(
+        {number: selected[number][:2] for number in written}
+      )
       for number, values in decoded.items():
         bucket = self.buckets[number]
-        flat = values.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
-        sent[number] = bucket.unstrip(flat)[0]
-      energies = self._energies(list(written), selected, sent, alpha)
-      scalars = jnp.concatenate([status, energies, *own_weight])
-      message[self.name] = self.words.join(packed, scalars)
+        flat = values.reshape(-1, bucket.format.k)
+        sent[number] = bucket.with_rows(flat, bucket.rows)
+    energies = self._energies(selected, sent, alpha)
+    scalars = [valid.astype(jnp.float32)[None], energies]
+    if weight is not None:
+      scalars.append(weight[None])
+    end = jnp.concatenate(scalars)  # float32 [scalars]
+
+    message = {}
+    if written:
+      message[self.name] = self.words.join(packed, end)
     for dtype, members in self.summed.items():
-      energies = self._energies(members, selected, sent, alpha)
-      energies = jnp.where(jnp.isfinite(energies), energies, 0)
       vectors = []
       for number in members:
-        vectors.append(self.buckets[number].strip(sent[number]).reshape(-1))
-      if weight is not None:
-        vectors = [rounding.mul_no_fma(weight, vector) for vector in vectors]
-      scalars = jnp.concatenate([status, energies, *own_weight])
-      vector = jnp.concatenate([*vectors, scalars.astype(dtype)])
-      message[SUMMED + dtype] = jnp.where(valid, vector, 0)
+        bucket = self.buckets[number]
+        chunks = bucket.with_rows(sent[number], bucket.num_chunks)
+        vector = chunks.reshape(-1)
+        if weight is not None:
+          vector = rounding.mul_no_fma(weight, vector)
+        vectors.append(vector)
+      joined = jnp.concatenate([*vectors, end.astype(dtype)])
+      message[SUMMED + dtype] = jnp.where(valid, joined, 0)
     return message, sent
 
   def _energies(
     self,
-    members: Sequence[int],
     selected: Sequence[Selected],
     sent: list[Array],
     alpha: Array,
@@ -287,63 +304,52 @@ class Packer:
     """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest.
 
     Makes `sent` depend on them: momentum is read before these are subtracted in
-    place. XLA would otherwise copy it.
+    place. XLA would otherwise copy it. What is beyond float32 counts as zero.
     """
     total = jnp.zeros((ENERGIES,), jnp.float32)
-    for number in members:
-      if not self.buckets[number].error_feedback:
+    for number, (bucket, selection) in enumerate(zip(self.buckets, selected)):
+      if not bucket.error_feedback:
         continue
-      _, values, held = selected[number]
-      chunk_format = self.buckets[number].format
+      _, values, held = selection
       stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
-      if chunk_format.k < chunk_format.n:
+      if bucket.format.k < bucket.format.n:
         stays += jnp.maximum(held - energy(values), 0)
       energies = jnp.stack([held, energy(sent[number]), stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
       sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
       total += energies
-    return total
+    return jnp.where(jnp.isfinite(total), total, 0)
 
   def unpack(
     self, arrived: Message, group: Group
   ) -> tuple[list[Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}
-    energies = jnp.zeros((ENERGIES,), jnp.float32)
-    num_valid = None
-    if self.words.buckets:
-      received, sent = self._read_words(arrived[self.name], group)
-      valid = next(iter(received.values())).valid
-      num_valid = jnp.sum(valid, dtype=jnp.int32)
-      sent = jnp.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
-      energies += jnp.sum(sent, axis=0)
+    report = Report(None, jnp.zeros((ENERGIES,), jnp.float32))
     for dtype, members in self.summed.items():
       sums = arrived[SUMMED + dtype]
       total, end = jnp.split(sums, [len(sums) - END_WORDS - self.weighted])
       count = jnp.round(end[0]).astype(jnp.int32)
       count = group.over_devices(lax.pmin, count)
-      if num_valid is None:
-        num_valid = count
-      energies += end[1:END_WORDS].astype(jnp.float32)
       of_all = end[-1] if self.weighted else count
       share = rounding.share(1, of_all, total.dtype)
       mean = rounding.mul_no_fma(share, total)
       buckets = [self.read[number] for number in members]
       parts = split(mean, [bucket.num_sent for bucket in buckets], axis=0)
       for number, bucket, part in zip(members, buckets, parts):
-        values = bucket.unstrip(part[None])
+        chunks = part.reshape(1, -1, bucket.format.k)  # [1, chunks, k]
+        values = bucket.with_rows(chunks, bucket.rows)
         received[number] = Received(None, values, count[None] > 0)
-    in_order = [received[number] for number in range(len(self.buckets))]
-    return in_order, Report(num_valid, energies)
+      report = Report(count, end[1:END_WORDS].astype(jnp.float32))
+    if self.words.buckets:
+      selections, report = self._read_words(arrived[self.name], group)
+      received.update(selections)
+    return [received[number] for number in range(len(self.buckets))], report
 
   def _read_words(
     self, words: Array, group: Group
-  ) -> tuple[dict[int, Received], Array]:
-    """Reads uint32 `[workers, ...]`.
-
-    Returns the selections by bucket number, and the energies that workers sent,
-    `[workers, ENERGIES]`.
-    """
+  ) -> tuple[dict[int, Received], Report]:
+    """Reads uint32 `[workers, ...]`; returns selections by bucket number."""
     selections, sound, scalars = self.words.decode(words)
     good, weights = [*sound, scalars[:, 0] == 1], None
     if self.weighted:
@@ -352,24 +358,20 @@ class Packer:
     # A damaged message may have reached only one device of a worker.
     valid = group.all_devices(plain.every(good))
     received = {}
-    for number, (indices, values) in selections.items():
+    for number, selection in selections.items():
       bucket = self.read[number]
-      if indices is not None:
-        first = jnp.arange(bucket.format.k, dtype=jnp.int32)
-        indices = bucket.unstrip(indices, first)
-      values = bucket.unstrip(values)
+      fill = functools.partial(bucket.with_rows, rows=bucket.rows)
+      indices, values = jax.tree.map(fill, selection)
       received[number] = Received(indices, values, valid, weights)
-    return received, scalars[:, 1:END_WORDS]
+    energies = scalars[:, 1:END_WORDS]
+    energies = jnp.where(valid[:, None] & jnp.isfinite(energies), energies, 0)
+    num_valid = jnp.sum(valid, dtype=jnp.int32)
+    return received, Report(num_valid, jnp.sum(energies, axis=0))
 
 
 def is_weight(x: Array) -> Array:
   """Returns which numbers are weights that count; NaN does not."""
   return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
-
-
-def as_rows(words: Array) -> Array:
-  """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
-  return jnp.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
 def energy(x: Array) -> Array:

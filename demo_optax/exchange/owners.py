@@ -27,25 +27,18 @@ from demo_optax.workers import Group
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePacker:
-  """Packs updates for one owner's chunks, and unpacks those from all owners.
+  """Packs updates for one owner's chunks, and unpacks those from all owners."""
 
-  Buckets whose values are summed have no owners and are skipped.
-  """
-
-  buckets: tuple[Bucket, ...]
-  num_owners: int
+  buckets: Mapping[int, Bucket]  # by number, as one owner has them
   values: str  # one of UPDATE_VALUES
 
   @functools.cached_property
   def words(self) -> Words:
     """What one owner writes."""
     shares = {}
-    for number, bucket in enumerate(self.buckets):
-      if bucket.format.summed:
-        continue
-      n, dtype = bucket.format.n, bucket.format.dtype
-      share = bucket.share(self.num_owners)
-      everything = ChunkFormat(n, n, dtype, self.values)
+    for number, share in self.buckets.items():
+      size = share.format.n
+      everything = ChunkFormat(size, size, share.format.dtype, self.values)
       shares[number] = dataclasses.replace(share, format=everything)
     return Words(shares, END_WORDS + len(shares))
 
@@ -89,7 +82,7 @@ class UpdatePacker:
         lost = written[number][1] - decoded[number]
         kept[share.name] = jnp.where(someone, lost, old)
     count = report.num_valid.astype(jnp.float32)[None]
-    distinct = jnp.stack([report.distinct[i] for i in written])
+    distinct = jnp.stack([report.distinct[number] for number in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
     return self.words.join(packed, scalars), kept
 
@@ -101,8 +94,8 @@ class UpdatePacker:
   ) -> tuple[dict[int, Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
-    Returns the updates in each bucket, `[num_chunks, n]`, and the combined
-    report, with `distinct` for what is summed.
+    Returns the updates in each bucket, `[chunks of all owners, n]`, and the
+    combined report, with `distinct` for what is summed.
     """
     selections, sound, scalars = self.words.decode(words)
     # An owner that received a damaged message counts fewer workers than others.
@@ -113,8 +106,7 @@ class UpdatePacker:
     updates, all_distinct = {}, list(distinct)
     for (number, (_, values)), total in zip(selections.items(), totals):
       values = jnp.where(good[:, None, None], values, 0)
-      chunks = values.reshape(-1, values.shape[-1])  # [owners * chunks, n]
-      updates[number] = chunks[: self.buckets[number].num_chunks]
+      updates[number] = values.reshape(-1, values.shape[-1])
       all_distinct[number] = total
     energies = jnp.max(scalars[:, 1:END_WORDS], axis=0)
     return updates, Report(num_valid, energies, all_distinct)

@@ -36,10 +36,10 @@ def pack_bits(
   for part in _parts(width):
     per_word = _WORD // part
     words = -(-count // per_word)
-    x = (numbers >> start) & (2**part - 1)
+    low = (numbers >> start) & (2**part - 1)
     # [..., numbers of a word, words]
-    x = plain.pad_to(x, per_word * words).reshape(*lead, per_word, words)
-    shifted = x << _first_bits(part, x.ndim)
+    table = plain.pad_to(low, per_word * words).reshape(*lead, per_word, words)
+    shifted = table << _first_bits(part, table.ndim)
     planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
     start += part
   return jnp.concatenate(planes, axis=-1)
@@ -58,9 +58,9 @@ def unpack_bits(
     last = first + packed_words(count, part)
     plane = words[..., None, first:last]  # [..., 1, words]
     # [..., numbers of a word, words]
-    x = (plane >> _first_bits(part, plane.ndim)) & (2**part - 1)
-    x = x.reshape(*lead, -1)[..., :count]  # without padding
-    numbers |= x << start
+    table = (plane >> _first_bits(part, plane.ndim)) & (2**part - 1)
+    low = table.reshape(*lead, -1)[..., :count]  # without padding
+    numbers |= low << start
     first, start = last, start + part
   return numbers
 

@@ -35,11 +35,12 @@ def put(x: Array, part: Array, start: chex.Numeric, axis: int = 0) -> Array:
 
 
 def _put_batched(arrays: Any, dims: Any, *, axis: int) -> Any:
-  size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-  x, part, starts = (
-    batching.bdim_at_front(x, d, size) for x, d in zip(arrays, dims)
+  pairs = [*zip(arrays, dims)]
+  size = next(array.shape[dim] for array, dim in pairs if dim is not None)
+  whole, part, starts = (
+    batching.bdim_at_front(array, dim, size) for array, dim in pairs
   )
-  return put(x, part, starts[0], axis + 1), 0
+  return put(whole, part, starts[0], axis + 1), 0
 
 
 _update = jax.lax.dynamic_update_slice_in_dim

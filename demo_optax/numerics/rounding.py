@@ -52,7 +52,7 @@ def share(
   total: Array,
   dtype: DTypeLike,
 ) -> Array:
-  """Returns `part / total`, for a sum of weights or a count; of zero, as of 1.
+  """Returns `part / total`, of weights or counts; a total of zero is as one.
 
   Compilers divide by a number that they know in one program, and multiply by
   its reciprocal in another.

@@ -12,8 +12,8 @@ from demo_optax.numerics import one_hot, packing, plain, platform
 from demo_optax.numerics.rounding import (
   bits_of,
   exact_reciprocal,
-  hidden,
   mul_no_fma,
+  share,
 )
 
 Average = Literal['senders', 'workers']
@@ -150,8 +150,8 @@ def merge(
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
     else:
-      share = exact_reciprocal(everyone, len(values), values.dtype)
-      mean = mul_no_fma(share, total)
+      of_each = exact_reciprocal(everyone, len(values), values.dtype)
+      mean = mul_no_fma(of_each, total)
     mean = platform.laid_out(mean, in_lanes=True)
     return mean.reshape(len(mean), -1)[:, :n], distinct
 
@@ -184,13 +184,10 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   Deterministic on every backend: workers are added one after the other, and
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
-  workers, chunks, k = values.shape
-  places = jnp.arange(n, dtype=jnp.int32)[None]
+  workers, chunks, _ = values.shape
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
-    if own is not None and platform.by_comparison(workers, k):
-      return total + jnp.where(own == places, values[worker], 0)
     return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
@@ -209,8 +206,7 @@ def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
   else:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
     total = vmap(lambda own: take(dense, own))(indices)
-  # Compilers divide by constants in some programs, and multiply in others.
-  return weights / hidden(jnp.where(total > 0, total, 1), weights)
+  return share(weights, total, weights.dtype)
 
 
 def _count_senders(indices: Array, counted: Array, n: int) -> Array:

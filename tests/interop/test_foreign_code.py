@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 
 COMPRESSOR = demo_optax.Compressor(
-  demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity()
+  demo_optax.compressors.Striding(0.5), demo_optax.compressors.Identity()
 )
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 

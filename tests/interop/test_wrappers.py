@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 WORKERS = demo_optax.Workers.simulated(2)
 COMPRESSOR = demo_optax.Compressor(
-  demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity()
+  demo_optax.compressors.Striding(0.5), demo_optax.compressors.Identity()
 )
 FROZEN = {'w': False, 'scale': True}
 TRAINED = {'w': True, 'scale': False}

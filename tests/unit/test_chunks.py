@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from demo_optax import dct_topk
 from demo_optax.codes.value_codes import VALUES
-from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, chunking
+from demo_optax.compressors import Dct, chunking
 
 DIMS = [1, 3, 7, 10, 31, 64, 97, 128, 509, 768, 50257, 100277]
 
@@ -157,9 +157,3 @@ def test_folding_and_unfolding_is_the_identity(data):
     np.testing.assert_array_equal(cut, folded)  # chunks of the folded array
     back += part
   np.testing.assert_array_equal(back, x)
-
-
-def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():
-  compressor = Compressor(TopK(4), Hadamard())
-  assert compressor.chunks((3, 4, 16), jnp.float32).grid.fold is None
-  assert compressor.chunks((4, 4, 16), jnp.float32).grid.fold is not None
