@@ -68,6 +68,8 @@ class Compressor:
   padding: bool = True
   batch_dims: int = 0
   period: int = 1
+  # Not in checkpoints: coefficients have the same meaning.
+  kernels: bool = dataclasses.field(default=False, repr=False)
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
@@ -235,6 +237,7 @@ def dct_topk(
   values: str = 'float32',
   padding: bool = True,
   proportional: bool = True,
+  kernels: bool = False,
 ) -> Compressor:
   """Sends the `topk` largest DCT coefficients in every chunk.
 
@@ -265,6 +268,11 @@ def dct_topk(
       however small: it sends more than the gradient for a prime dimension.
     proportional: send `topk` from a full chunk, and from a smaller one in
       proportion, rounded up. False: from every chunk, as published.
+    kernels: on NVIDIA GPUs, transform chunks of 64x64 in float32 by kernels of
+      Pallas. They were compiled for an H100 and interpreted, not timed on a
+      card. Products are in three passes of TF32, so momentum and updates differ
+      from those of float32 by 1e-7 of the largest. All workers still have the
+      same bits, and messages the same format. Elsewhere nothing changes.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -272,7 +280,14 @@ def dct_topk(
   """
   full_chunk = math.prod(_check_sides(chunk_size))
   select = selectors.TopK(topk, full_chunk if proportional else None)
-  return Compressor(select, bases.Dct(), chunk_size, values, padding)
+  return Compressor(
+    select,
+    bases.Dct(),
+    chunk_size,
+    values,
+    padding,
+    kernels=kernels,
+  )
 
 
 def cyclic_signs(period: int = 8) -> Compressor:

@@ -67,6 +67,7 @@ class Bucket:
   num_devices: int
   size: int  # chunks of all its leaves; elements, if dense
   error_feedback: bool = True  # whether momentum keeps what is not sent
+  kernels: bool = False  # whether kernels may handle chunks
 
   @property
   def num_chunks(self) -> int:
@@ -428,6 +429,7 @@ def _empty_bucket(
     num_devices=math.prod(split.values()),
     size=0,
     error_feedback=compressor.error_feedback,
+    kernels=compressor.kernels,
   )
 
 

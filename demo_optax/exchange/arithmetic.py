@@ -1,5 +1,6 @@
 """A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
 
+import functools
 from typing import Any
 
 import chex
@@ -10,7 +11,7 @@ from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
 from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
-from demo_optax.numerics import plain, platform, rounding, topk
+from demo_optax.numerics import kernels, plain, platform, rounding, topk
 
 
 def accumulate_and_select(
@@ -27,11 +28,17 @@ def accumulate_and_select(
   Momentum does not change unless `valid`, bool `[]`. It is None without error
   feedback.
   """
+  k = bucket.format.k
 
   def add_piece(
     momentum: jax.Array | None, start: chex.Numeric, rows: int
   ) -> Any:
     c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
+    if momentum is not None and _in_kernels(bucket, k):
+      basis = bucket.basis.matrix(kernels.SIDE)
+      c, maxima = kernels.encode(c, momentum, decay, valid, basis)
+      indices = topk.top_k_of_tiles(jnp.abs(c), k, kernels.GROUP, False, maxima)
+      return c, (indices, topk.take(c, indices))
     if not bucket.dense:
       c = chunking.transform(c, bucket.sides, bucket.basis)
     if momentum is not None:
@@ -41,12 +48,21 @@ def accumulate_and_select(
     return momentum, _select(bucket, c, step)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
-  shape = bucket.rows, bucket.format.k
+  shape = bucket.rows, k
   indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
   held = jnp.zeros((), jnp.float32)
   if momentum is not None:
     held = energy(momentum)
   return momentum, Selected(indices, values, held)
+
+
+def _in_kernels(bucket: Bucket, sent: int) -> bool:
+  """Returns whether kernels handle a bucket, with `sent` places of a chunk."""
+  side = kernels.SIDE
+  suits = bucket.sides == (side, side) and bucket.format.dtype == 'float32'
+  if not bucket.kernels or not suits or not _is_sound(bucket):
+    return False
+  return platform.in_kernels(bucket.rows * bucket.format.n, sent)
 
 
 def _select(
@@ -102,6 +118,10 @@ def merge(
     indices = jnp.broadcast_to(indices, received.values.shape)
     received = received._replace(indices=indices)
 
+  add = None
+  if _in_kernels(bucket, len(received.values) * k):
+    add = functools.partial(kernels.decode, bucket.basis.matrix(kernels.SIDE))
+
   def merge_piece(carry: Any, start: chex.Numeric, rows: int) -> Any:
     updates, distinct = carry
 
@@ -115,8 +135,9 @@ def merge(
       n,
       average,
       received.weights,
+      add,
     )
-    if not bucket.dense:
+    if not bucket.dense and add is None:
       u = chunking.inverse(u, bucket.sides, bucket.basis)
     return (_store(updates, u, start), distinct + found), None
 

@@ -44,8 +44,8 @@ def add_up(
   each is, as floats.
   """
   k = values.shape[2]
-  values = _side_by_side(jnp.where(present[:, None, None], values, 0))
-  indices = _side_by_side(indices)
+  values = side_by_side(jnp.where(present[:, None, None], values, 0))
+  indices = side_by_side(indices)
   # [1, 1, workers * k]
   ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
   _, columns = _one_hot(indices, n)
@@ -62,7 +62,7 @@ def add_up(
   return total, counts
 
 
-def _side_by_side(x: Array) -> Array:
+def side_by_side(x: Array) -> Array:
   """Returns `[workers, chunks, k]` as `[chunks, workers * k]`."""
   _, chunks, _ = x.shape
   return jnp.swapaxes(x, 0, 1).reshape(chunks, -1)

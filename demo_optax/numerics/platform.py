@@ -91,6 +91,15 @@ def top_k_tiles(elements: int, n: int, k: int) -> tuple[int, bool]:
   return size, by_counting
 
 
+def in_kernels(elements: int, sent: int) -> bool:
+  """Returns whether kernels may handle chunks; of each, `sent` are read.
+
+  They are for GPUs. XLA's dense forms compile faster for few `elements`, and
+  read less of chunks from which much was sent.
+  """
+  return of() == 'gpu' and elements > _SMALL and sent <= 512
+
+
 def chunks_in_lanes(chunks: int) -> bool:
   """Returns whether chunks are handled side by side, one in each lane.
 

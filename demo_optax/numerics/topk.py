@@ -3,6 +3,7 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -37,7 +38,11 @@ def top_k(coefficients: Array, k: int) -> Array:
 
 
 def top_k_of_tiles(
-  magnitudes: Array, k: int, size: int, by_counting: bool
+  magnitudes: Array,
+  k: int,
+  size: int,
+  by_counting: bool,
+  maxima: Array | None = None,
 ) -> Array:
   """As `top_k`, within the `k` tiles with the largest maxima.
 
@@ -45,11 +50,13 @@ def top_k_of_tiles(
   in a tile not chosen. Each chosen tile would hold a larger value, or an equal
   one at a lower index. `magnitudes` are `[chunks, n]`, without negative numbers
   and NaN; `size` is a power of two that divides `n`; `k` at most `n / size`.
+  `maxima` are those of tiles, if they are known.
   """
   chunks, n = magnitudes.shape
   largest = _largest if by_counting else top_k  # in tiles again
   tiles = magnitudes.reshape(chunks, n // size, size)
-  maxima = magnitudes if by_counting else jnp.max(tiles, axis=2)
+  if maxima is None:
+    maxima = magnitudes if by_counting else jnp.max(tiles, axis=2)
   while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
     maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
@@ -134,14 +141,15 @@ def merge(
   n: int,
   average: Average,
   weights: Array | None = None,
+  add: Callable[..., Array] | None = None,
 ) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
   For `average='senders'` over those that sent a coefficient, for `'workers'`
   over all that are present; rows of absent ones may hold anything. With weights
   `[workers]` the averages are weighted; equal weights give the bits of none.
-  Returns dense `[chunks, n]`, and the number of different coefficients that
-  were sent, float32 `[]`.
+  Returns dense `[chunks, n]`, or what `add` makes of the terms; and the number
+  of different coefficients that were sent, float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is not None and platform.by_product() and weights is None:
@@ -175,7 +183,7 @@ def merge(
   if average == 'workers':
     shares = shares_of(None)
   values = jnp.where(counted, mul_no_fma(shares, values), 0)
-  return _add_in_turn(indices, values, n), distinct
+  return (add or _add_in_turn)(indices, values, n), distinct
 
 
 def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:

@@ -43,18 +43,21 @@ class Program:
     exchange: as in `scale_by_demo`.
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
+    kernels: with kernels of Pallas.
   """
 
   recipe: str = 'demo'
   exchange: str = 'all_gather'
   inside: int = 1
   train: bool = False
+  kernels: bool = False
 
   @property
   def name(self):
     parts = [self.recipe, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
-    return '_'.join([*parts, *['train'] * self.train])
+    parts += ['train'] * self.train + ['kernels'] * self.kernels
+    return '_'.join(parts)
 
 
 PROGRAMS = {
@@ -68,6 +71,7 @@ PROGRAMS = {
   ),
   'h100': (
     Program(),
+    Program(kernels=True),
     Program('demo', 'all_to_all', 2),
     Program('demo_muon', 'all_gather', 2),
     Program('demo_muon', 'all_to_all'),
@@ -244,7 +248,7 @@ def compressor_of(program, plain):
 
   if program.recipe == 'demo_muon':
     return demo_optax.recipes.muon_compressors(plain)
-  return demo_optax.dct_topk()
+  return demo_optax.dct_topk(kernels=program.kernels)
 
 
 def planned(program, workers, plain):
