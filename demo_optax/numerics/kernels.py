@@ -127,7 +127,7 @@ def _run(
   results = jax.eval_shape(of_results, of_chunks[0])
   return pl.pallas_call(
     kernel,
-    grid=len(of_chunks[0]),
+    grid=(len(of_chunks[0]),),
     in_specs=[*map(one, of_chunks), *[pl.BlockSpec()] * len(whole)],
     out_specs=[*map(one, results)],
     out_shape=results,
