@@ -271,8 +271,8 @@ def dct_topk(
     kernels: on NVIDIA GPUs, transform chunks of 64x64 in float32 by kernels of
       Pallas. They were compiled for an H100 and interpreted, not timed on a
       card. Products are in three passes of TF32, so momentum and updates differ
-      from those of float32 by 1e-7 of the largest. All workers still have the
-      same bits, and messages the same format. Elsewhere nothing changes.
+      from those of float32 by some 1e-6 of the largest. All workers still have
+      the same bits, and messages the same format. Elsewhere nothing changes.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization

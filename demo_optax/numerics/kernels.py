@@ -1,9 +1,9 @@
 """Two kernels for NVIDIA GPUs, which read and write a chunk of 64x64 once.
 
 They were compiled for an H100 and interpreted, never run on a card. Products
-are in three passes of TF32: they differ from float32 by 1e-7 of the largest
-coefficient. JAX 0.12 deprecates this lowering, by Triton; the one that stays,
-Mosaic GPU, has products of one pass alone.
+are in three passes of TF32: emulated, they differ from those of float32 by up
+to 1e-6 of a chunk's largest coefficient. JAX 0.12 deprecates this lowering, by
+Triton; the one that stays, Mosaic GPU, has products of one pass alone.
 """
 
 import functools
@@ -45,8 +45,8 @@ def encode(
   scalars = [jnp.asarray(x, jnp.float32) for x in (decay, valid)]
   new, maxima = _run(
     _encode,
-    [gradients.reshape(square), momentum.reshape(square)],
-    [jnp.stack(scalars), jnp.asarray(basis, jnp.float32)],
+    [gradients.reshape(square), momentum.reshape(square), jnp.stack(scalars)],
+    basis,
     [square, (chunks, SIDE, SIDE // GROUP)],
     aliases={1: 0},
   )
@@ -82,8 +82,7 @@ def decode(basis: np.ndarray, indices: Array, values: Array, n: int) -> Array:
     x = one_hot.side_by_side(x)  # [chunks, workers * k]
     x = plain.pad_to(x, x.shape[1] + -x.shape[1] % _TERMS)
     terms.append(x.reshape(chunks, -1, _TERMS))
-  matrix = jnp.asarray(basis, jnp.float32)
-  [updates] = _run(_decode, terms, [matrix], [(chunks, SIDE, SIDE)])
+  [updates] = _run(_decode, terms, basis, [(chunks, SIDE, SIDE)], aliases={})
   return updates.reshape(chunks, n)
 
 
@@ -104,33 +103,36 @@ def _decode(indices: Ref, values: Ref, basis: Ref, update: Ref) -> None:
 
 def _run(
   kernel: Callable[..., None],
-  of_chunks: Sequence[Array],
-  whole: Sequence[Array],
+  arrays: Sequence[Array],
+  basis: np.ndarray,
   shapes: Sequence[tuple[int, ...]],
-  aliases: dict[int, int] | None = None,
+  aliases: dict[int, int],
 ) -> Sequence[Array]:
-  """Runs a kernel for each chunk of arrays `[chunks, ...]`.
+  """Runs a kernel for each chunk, on its part of arrays with three dimensions.
 
-  Returns float32 arrays with `shapes`, which vary over the mesh axes over which
-  the arrays do.
+  Others it reads whole. Returns float32 arrays with `shapes`, which vary over
+  the mesh axes over which the first array does.
   """
-  # Not for those who use no kernels: it takes half a second.
+  # Here, since jaxlib may be built without Triton.
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
   def of_results(x: Array) -> list[Array]:
     return [jnp.zeros_like(x, jnp.float32, shape=shape) for shape in shapes]
 
-  def one(x: Any) -> pl.BlockSpec:
+  def part(x: Any) -> pl.BlockSpec:
+    if x.ndim < 3:
+      return pl.BlockSpec()
     return pl.BlockSpec((None, *x.shape[1:]), lambda chunk: (chunk, 0, 0))
 
-  results = jax.eval_shape(of_results, of_chunks[0])
+  given = [*arrays, jnp.asarray(basis, jnp.float32)]
+  results = jax.eval_shape(of_results, arrays[0])
   return pl.pallas_call(
     kernel,
-    grid=(len(of_chunks[0]),),
-    in_specs=[*map(one, of_chunks), *[pl.BlockSpec()] * len(whole)],
-    out_specs=[*map(one, results)],
+    grid=(len(arrays[0]),),
+    in_specs=[*map(part, given)],
+    out_specs=[*map(part, results)],
     out_shape=results,
-    input_output_aliases=aliases or {},
+    input_output_aliases=aliases,
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-  )(*of_chunks, *whole)
+  )(*given)

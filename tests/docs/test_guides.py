@@ -251,12 +251,13 @@ def test_what_was_compiled_is_as_recorded():
   rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, exchange, inside, train = re.fullmatch(
-      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?',
+    recipe, exchange, inside, train, kernels = re.fullmatch(
+      r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?(_kernels)?',
       run['program'],
     ).groups()
     step = f'`{recipe}`, {exchange}'
     step += ', with the model' if train else ''
+    step += ', kernels' if kernels else ''
     cells = [
       f'{run["target"]}, {run["workers"]} x {inside or 1}',
       step,
