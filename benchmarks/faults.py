@@ -405,7 +405,7 @@ def worker_killed(folder):
     job.check()
   return Outcome(
     seconds,
-    'the others wait for one deadline (2 s) and go on;'
+    'the others wait for a second and go on;'
     f' started again, it takes part after {back:.0f} s',
   )
 

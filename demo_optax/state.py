@@ -60,7 +60,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     ValueError: `opt_state` has no exchange, its types are missing, or its
       momentum was restored from a state with another layout.
   """
-  layouts = layouts_in(opt_state, checked=True)
+  layouts = layouts_in(opt_state)
   if not layouts:
     raise ValueError(_NO_STATE)
   arrays = dict(_paths.leaves_of(opt_state))

@@ -60,23 +60,18 @@ def _restored(
   return LayoutOf(saved['digest'], target.layout)
 
 
-def layouts_in(
-  tree: Any,
-  *,
-  checked: bool = False,
-) -> dict[Keys, Layout]:
+def layouts_in(tree: Any) -> dict[Keys, Layout]:
   """Returns the layouts in all states in a tree, by their paths.
 
-  Leaves out states without types, as Flax makes them. If `checked`, raises for
-  these, and for a state that was restored from another layout.
+  Raises for states without types, as Flax makes them, and for a state that was
+  restored from another layout.
   """
   layouts = {}
-  for keys, x in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
-    if isinstance(x, LayoutOf):
-      layouts[keys[:-1]] = x.layout
-      if checked:
-        check_digest(x.digest, x.layout)
-    elif checked and keys[-2:] == ('layout', 'digest'):
+  for keys, leaf in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
+    if isinstance(leaf, LayoutOf):
+      layouts[keys[:-1]] = leaf.layout
+      check_digest(leaf.digest, leaf.layout)
+    elif keys[-2:] == ('layout', 'digest'):
       raise ValueError(
         f'{dotted(keys[:-2])} must be a state that has its types, got one of'
         ' nnx.state. Give the nnx.Optimizer, or its opt_state.'

@@ -73,7 +73,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
   Raises:
     ValueError: momentum differs between devices and has no worker axis.
   """
-  layouts = layouts_in(state, checked=True)
+  layouts = layouts_in(state)
   arrays = dict(_paths.leaves_of(state))
   _check_stacked(arrays)
   for root, layout in layouts.items():
@@ -142,7 +142,7 @@ def from_leaves(
   Raises:
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
-  layouts = layouts_in(like, checked=True)
+  layouts = layouts_in(like)
   remedies = dict(REMEDIES)
   if rechunk:
     del remedies['chunks']

@@ -70,11 +70,10 @@ def scale_to_muon(
   ) -> chex.Numeric:
     waits: chex.Numeric = 1.0  # steps until a coefficient is sent
     if isinstance(compressor, Compressor):
-      sent = compressor.chunks(shape, 'float32').format
-      share = sent.k / sent.n
-      waits = 1 / (1 - decay * (1 - share))
-      if not compressor.error_feedback:
-        waits = compressor.period
+      waits = compressor.period
+      if compressor.error_feedback:
+        sent = compressor.chunks(shape, 'float32').format
+        waits = 1 / (1 - decay * (1 - sent.k / sent.n))
     rms = consistent_rms
     if rms is None:
       rms = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5

@@ -20,6 +20,8 @@ from demo_optax.compressors.compressor import broadcast
 # stand for a subtree; None: not a matrix), or a function from them to one.
 DimensionNumbersTree = Any
 
+_ARGUMENT = 'muon_weight_dimension_numbers'
+
 # What modules, or the arrays in them, are called that are no matrices.
 _MODULES = re.compile(
   r'embed|emb[ds]?\b|\bw[tp]e\b|vocab'
@@ -195,7 +197,6 @@ def _words(name: str) -> str:
 def matrices(
   params: chex.ArrayTree,
   given: DimensionNumbersTree,
-  argument: str = 'muon_weight_dimension_numbers',
 ) -> dict[Keys, MuonDimensionNumbers | None]:
   """Returns all leaves' axes, given or inferred, by path.
 
@@ -212,10 +213,10 @@ def matrices(
     return x is None or isinstance(x, MuonDimensionNumbers)
 
   # An entry may stand for a subtree.
-  prefix = broadcast(given, params, argument, is_leaf)
+  prefix = broadcast(given, params, _ARGUMENT, is_leaf)
   by_path = {}
   for (keys, leaf), axes in zip(leaves_of(params), prefix):
-    by_path[keys] = _checked(axes, jnp.shape(leaf), argument, dotted(keys))
+    by_path[keys] = _checked(axes, jnp.shape(leaf), dotted(keys))
   return by_path
 
 
@@ -249,7 +250,6 @@ def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
 def _checked(
   given: object,
   shape: tuple[int, ...],
-  argument: str,
   name: str,
 ) -> MuonDimensionNumbers | None:
   """Returns a matrix's axes from 0; raises unless the leaf has them."""
@@ -257,7 +257,7 @@ def _checked(
     return None
   if not isinstance(given, MuonDimensionNumbers):
     raise TypeError(
-      f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
+      f'{_ARGUMENT} must hold optax.contrib.MuonDimensionNumbers or None, got'
       f' {given!r} for {name}. Give None for what is not a matrix.'
     )
   ndim, seen, sides = len(shape), set(), []
@@ -267,7 +267,7 @@ def _checked(
     seen |= {axis % ndim for axis in axes if -ndim <= axis < ndim}
   if () in sides or len(seen) < sum(map(len, sides)):
     raise ValueError(
-      f'{argument} must name axes of {name}, each once, got {given} for'
+      f'{_ARGUMENT} must name axes of {name}, each once, got {given} for'
       f' shape {shape}. Use None if it is not a matrix.'
     )
   return MuonDimensionNumbers(*sides)

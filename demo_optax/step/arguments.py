@@ -110,7 +110,9 @@ class Call:
   @property
   def described(self) -> dict[str, str]:
     """The arguments, as processes compare them."""
-    types = [f'{x.name} {x.type.dtype}{list(x.shape)}' for x in self.arrays]
+    types = []
+    for array in self.arrays:
+      types.append(f'{array.name} {array.type.dtype}{list(array.shape)}')
     return {'arguments of the step': ', '.join(types)}
 
   def bind(
@@ -129,10 +131,10 @@ class Call:
     xs: Sequence[Value],
   ) -> list[Value]:
     """Applies a function to the arrays that have a role."""
-    found = []
+    replaced = []
     for x, array in zip(xs, self.arrays):
-      found.append(fun(x, array) if array.role is role else x)
-    return found
+      replaced.append(fun(x, array) if array.role is role else x)
+    return replaced
 
 
 def name_at(signature: inspect.Signature, position: int) -> str | None:
@@ -163,39 +165,40 @@ def analyse(
   """
   arrays: list[Array] = []
   states: dict[StateForm, list[int]] = {}
-  paths: dict[int, Keys] = {}  # of the NNX objects
+  object_paths: dict[int, Keys] = {}  # of the NNX objects
   for name, value in named:
     start = len(arrays)
     roles = iter(modules.roles_of(value))
-    for keys, x in leaves_of({name: value}, is_constant):
-      if not isinstance(x, Constant):
-        arrays.append(_array(workers, options, keys, x, next(roles)))
-      elif x.type is Known:
-        paths[x.value] = keys
+    for keys, leaf in leaves_of({name: value}, is_constant):
+      if not isinstance(leaf, Constant):
+        arrays.append(_array(workers, options, keys, leaf, next(roles)))
+      elif leaf.type is Known:
+        object_paths[leaf.value] = keys
       else:
-        _check_hashable(keys, x.value)
+        _check_hashable(keys, leaf.value)
     if name not in options.batches and len(arrays) > start:
       # As the step sees them, without the axis of workers.
-      own = arrays[start:]
-      shapes = [x.shape[x.role is Role.STACKED :] for x in own]
+      shapes = []
+      for array in arrays[start:]:
+        shapes.append(array.shape[array.role is Role.STACKED :])
       state = jax.tree.structure(value), tuple(shapes)
       states.setdefault(state, []).append(start)
   # Arrays of Flax objects follow, by the path of the object in the arguments.
-  said = modules.variables(objects)
-  for ((number, *rest), role), x in zip(said, variables):
-    keys = *paths[number], *rest
-    arrays.append(_array(workers, options, keys, x, role))
+  from_flax = modules.variables(objects)
+  for ((number, *inner_keys), role), leaf in zip(from_flax, variables):
+    keys = *object_paths[number], *inner_keys
+    arrays.append(_array(workers, options, keys, leaf, role))
   _check_not_accumulated(arrays)
   _check_stacked(workers, arrays)
-  cut = [array for array in arrays if array.role is Role.BATCH]
-  _check_batches(options, named, cut)
+  batches = [array for array in arrays if array.role is Role.BATCH]
+  _check_batches(options, named, batches)
   return Call(
     options,
     keywords,
     form,
     arrays,
-    rows=_rows(workers, cut),
-    axis=cut[0].axis if cut else 0,
+    rows=_rows(workers, batches),
+    axis=batches[0].axis if batches else 0,
     states=states,
     own_params=own_params.find(arrays),
   )
@@ -220,13 +223,13 @@ def _array(
   workers: Workers,
   options: Options,
   keys: Keys,
-  x: Any,
+  leaf: Any,
   said: Role | None,
 ) -> Array:
   """Analyses an array; `said` is what its variable's class says."""
   # Also for Python's numbers, whose dtype JAX chooses.
   name = keys[0]
-  struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
+  struct = jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf))
   has_rows = name in options.batches and bool(struct.shape)
   role, axis = role_of(keys, struct, said, has_rows), options.axis_of(name)
   if role is Role.SHARED and len(keys) == 1 and prng.is_legacy_key(struct):
@@ -240,36 +243,36 @@ def _array(
   if workers.mesh is not None:
     sharding = workers.sharding(keys, struct.shape)
     if role is Role.BATCH:
-      spec = P(*[None] * axis, workers.spmd_axis_name)
-      sharding = NamedSharding(workers.mesh, spec)
+      row_spec = P(*[None] * axis, workers.spmd_axis_name)
+      sharding = NamedSharding(workers.mesh, row_spec)
   return Array(keys, struct, role, axis, sharding)
 
 
 def place(
   workers: Workers,
-  x: Any,
+  value: Any,
   array: Array,
 ) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
-  if type(x) is int and len(array.keys) > 1:
+  if type(value) is int and len(array.keys) > 1:
     # A count of 0 in a state gets the dtype of those that a step returns, or
     # the step would be compiled for both.
-    x = np.asarray(x, array.type.dtype)
+    value = np.asarray(value, array.type.dtype)
   target = array.sharding
-  if target is None or isinstance(x, jax.core.Tracer):
-    return x
-  if is_on(workers.mesh, x) and (
+  if target is None or isinstance(value, jax.core.Tracer):
+    return value
+  if is_on(workers.mesh, value) and (
     array.role is not Role.STACKED
-    or x.sharding.is_equivalent_to(target, x.ndim)
+    or value.sharding.is_equivalent_to(target, value.ndim)
   ):
     if not workers.is_explicit:
-      return x
+      return value
     # Where types have specs, P() and P(None) are two, and results of a step
     # have the longer one: it would be compiled for both.
-    spec = x.sharding.spec
-    full = P(*spec, *[None] * (x.ndim - len(spec)))
-    target = NamedSharding(target.mesh, full)
-  return put(x, target)
+    spec = value.sharding.spec
+    full_spec = P(*spec, *[None] * (value.ndim - len(spec)))
+    target = NamedSharding(target.mesh, full_spec)
+  return put(value, target)
 
 
 def _check_stacked(
@@ -278,12 +281,12 @@ def _check_stacked(
 ) -> None:
   """Raises for a state that was made for more or fewer workers."""
   count = workers.num_here
-  for a in arrays:
-    if a.role is Role.STACKED and a.shape[:1] != (count,):
+  for array in arrays:
+    if array.role is Role.STACKED and array.shape[:1] != (count,):
       raise ValueError(
-        f'{a.name} must have an entry for each of the {count} workers here'
-        f' along its first axis, got shape {a.shape} with {workers}. Make the'
-        ' state with tx.init under the same workers, or regroup it by'
+        f'{array.name} must have an entry for each of the {count} workers here'
+        f' along its first axis, got shape {array.shape} with {workers}. Make'
+        ' the state with tx.init under the same workers, or regroup it by'
         ' demo_optax.checkpoint.from_leaves(..., resize=True). For an ensemble,'
         ' map the decorated step: jax.vmap(step, in_axes=...).'
       )
@@ -303,53 +306,53 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
 def _check_batches(
   options: Options,
   named: Sequence[tuple[str, object]],
-  cut: Sequence[Array],
+  batches: Sequence[Array],
 ) -> None:
   """Raises for a batch without arrays to cut, unless it is empty."""
   # One batch of several may be empty, such as an optional mask.
-  wrong = []
-  names_cut = {array.keys[0] for array in cut}
+  without_arrays = []
+  with_arrays = {array.keys[0] for array in batches}
   for name, value in named:
     has_leaves = jax.tree.leaves(value, is_leaf=is_constant)
-    if name in options.batches - names_cut and (has_leaves or not cut):
-      wrong.append(name)
-  if wrong:
+    if name in options.batches - with_arrays and (has_leaves or not batches):
+      without_arrays.append(name)
+  if without_arrays:
     raise ValueError(
       'The batch of a step must hold arrays whose rows are cut over the'
-      f' workers, got none in {", ".join(wrong)}. Pass arrays,'
-      f' np.asarray({wrong[0]}), or give batch_argnames=() if the step draws'
-      ' its batch by a random key.'
+      f' workers, got none in {", ".join(without_arrays)}. Pass arrays,'
+      f' np.asarray({without_arrays[0]}), or give batch_argnames=() if the step'
+      ' draws its batch by a random key.'
     )
 
 
 def _rows(
   workers: Workers,
-  cut: Sequence[Array],
+  batches: Sequence[Array],
 ) -> int | None:
   """Returns how many rows one worker has, from all arrays that are cut."""
-  names = {}
-  for array in cut:
+  by_length = {}
+  for array in batches:
     if not 0 <= array.axis < len(array.shape):
       raise ValueError(
         f'batch_axis must be an axis of every batch, got {array.axis} for'
         f' {array.name} of shape {array.shape}. Give one for each argument:'
         " batch_axis={'images': 1}."
       )
-    names[array.shape[array.axis]] = array.name
-  if not names:
+    by_length[array.shape[array.axis]] = array.name
+  if not by_length:
     return None
-  if len(names) > 1:
-    some = ', '.join(f'{name}: {length}' for length, name in names.items())
+  if len(by_length) > 1:
+    lengths = [f'{name}: {length}' for length, name in by_length.items()]
     raise ValueError(
       f'The arrays of one batch must have the same number of rows, got'
-      f' {some}. Name as batches only arguments of such arrays, and give'
-      ' batch_axis if rows are not along the first axis.'
+      f' {", ".join(lengths)}. Name as batches only arguments of such arrays,'
+      ' and give batch_axis if rows are not along the first axis.'
     )
-  ((length, name),) = names.items()
-  parts = workers.num_here
-  if length % parts or not length:
+  ((length, name),) = by_length.items()
+  num_workers = workers.num_here
+  if length % num_workers or not length:
     raise ValueError(
       f'{name} must have rows that divide among {workers}, got {length} rows.'
       ' Change the batch size, or drop the last rows of an epoch.'
     )
-  return length // parts
+  return length // num_workers

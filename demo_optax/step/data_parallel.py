@@ -140,9 +140,10 @@ class DataParallelStep:
   ) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      _, program, arrays = self._open(args, kwargs)
+      call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       if not self._has_run and jax.process_count() > 1:
+        agreement.check(self.workers, call.described)
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
@@ -171,8 +172,8 @@ class DataParallelStep:
       program.trace(*arrays)
     for at, behind, current in program.follow(*arrays):
       with modules.in_transform():
-        found, _, _ = call.bind(current)
-      yield at, behind, tuple(found)
+        given, _, _ = call.bind(current)
+      yield at, behind, tuple(given)
 
   def _open(
     self,
@@ -208,8 +209,6 @@ class DataParallelStep:
         objects,
         variables,
       )
-      if not self._known and jax.process_count() > 1:
-        agreement.check(self.workers, call.described)
       self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
@@ -233,8 +232,11 @@ class DataParallelStep:
       # ZeroMQ is needed by such workers alone.
       from demo_optax.remote.program import RemoteProgram
 
-      shared = [n for n, a in enumerate(call.arrays) if a.role is Role.SHARED]
-      copies = {n: own for n, (_, *own) in call.own_params.items()}
+      shared = []
+      for number, role in enumerate(call.roles):
+        if role is Role.SHARED:
+          shared.append(number)
+      copies = {number: own for number, (_, *own) in call.own_params.items()}
       labels = [array.name for array in call.arrays]
       return RemoteProgram(self.workers, run, labels, shared, copies, donated)
     return jax.jit(run, donate_argnums=donated)

@@ -70,8 +70,8 @@ def variables(
   """Returns for each array from `split` its path and role (`roles_of`)."""
   if not objects:
     return []
-  _, flat = _nnx().graph.flatten(list(objects), graph=True)
-  return _with_roles(list(zip(flat.paths, flat.leaves)))
+  _, flattened = _nnx().graph.flatten(list(objects), graph=True)
+  return _with_roles(list(zip(flattened.paths, flattened.leaves)))
 
 
 def check_variables(
@@ -82,16 +82,16 @@ def check_variables(
   if not objects:
     return
   # By their paths: values may change, and the objects' other attributes.
-  known, after = dict(before), dict(variables(objects))
-  changed = known.keys() ^ after.keys()
+  paths_before, paths_after = dict(before), dict(variables(objects))
+  changed = paths_before.keys() ^ paths_after.keys()
   for keys, node in _nnx().iter_graph(list(objects)):
     if not is_object(node):
       continue
-    for name, x in vars(node).items():
+    for name, value in vars(node).items():
       path = (*keys, name)
-      if isinstance(x, jax.core.Tracer) and path not in known:
+      if isinstance(value, jax.core.Tracer) and path not in paths_before:
         changed.add(path)  # in a plain attribute
-  if changed or [*after] != [*known]:
+  if changed or [*paths_after] != [*paths_before]:
     raise ValueError(
       'A step must not add or remove arrays of its Flax objects, got'
       f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
@@ -132,24 +132,24 @@ def roles_of(tree: object) -> list[Role | None]:
   nnx = _nnx()
   if nnx is None:
     return [None] * jax.tree.structure(tree).num_leaves
-  flat = leaves_of(tree, lambda x: isinstance(x, nnx.Variable))
-  return [role for _, role in _with_roles(flat)]
+  leaves = leaves_of(tree, lambda x: isinstance(x, nnx.Variable))
+  return [role for _, role in _with_roles(leaves)]
 
 
 def _with_roles(
-  flat: Sequence[tuple[Keys, object]],
+  leaves: Sequence[tuple[Keys, object]],
 ) -> list[tuple[Keys, Role | None]]:
   """Returns paths and roles for the arrays in variables."""
   nnx = _nnx()
   # A metric is an average by the fields that it has.
   fields = collections.defaultdict(set)
-  for keys, x in flat:
-    if isinstance(x, nnx.metrics.MetricState):
+  for keys, variable in leaves:
+    if isinstance(variable, nnx.metrics.MetricState):
       fields[keys[:-1]].add(keys[-1])
-  found: list[tuple[Keys, Role | None]] = []
-  for keys, x in flat:
+  with_roles: list[tuple[Keys, Role | None]] = []
+  for keys, variable in leaves:
     role = None
-    match x:
+    match variable:
       case nnx.BatchStat():
         role = Role.STATISTICS
       case nnx.RngCount() | nnx.OptState():
@@ -157,7 +157,7 @@ def _with_roles(
       case nnx.metrics.MetricState():
         is_average = fields[keys[:-1]] == {'total', 'count'}
         role = Role.ADDED if is_average else Role.SHARED
-      case nnx.Variable() if prng.is_key_array(x.get_value()):
+      case nnx.Variable() if prng.is_key_array(variable.get_value()):
         role = Role.KEY
-    found += [(keys, role)] * len(jax.tree.leaves(x))
-  return found
+    with_roles += [(keys, role)] * len(jax.tree.leaves(variable))
+  return with_roles

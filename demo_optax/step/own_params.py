@@ -27,15 +27,15 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
   that its copies in the optimizer state have: the one that all workers share,
   the worker's own, and where the worker's started, if they drift.
   """
-  known = {array.keys: number for number, array in enumerate(arrays)}
-  found = {}
-  for root, params in _states(known).items():
-    model = _model_of(root, params, known)
+  numbers = {array.keys: number for number, array in enumerate(arrays)}
+  copies_of = {}
+  for root, params in _states(numbers).items():
+    model = _model_of(root, params, numbers)
     for param in params:
       copies = [(*root, *part, *param) for part in ((_SHARED,), _OWN, _START)]
-      number = known[*model, *param]
-      found[number] = [known[copy] for copy in copies if copy in known]
-  return found
+      number = numbers[*model, *param]
+      copies_of[number] = [numbers[copy] for copy in copies if copy in numbers]
+  return copies_of
 
 
 def enter(
@@ -51,55 +51,55 @@ def enter(
   # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
   for number, (shared, own, *_) in params.items():
-    x, old = arrays[number], arrays[own]
-    if (x.shape, x.dtype) != (old.shape, old.dtype):
+    given, former = arrays[number], arrays[own]
+    if (given.shape, given.dtype) != (former.shape, former.dtype):
       raise ValueError(
-        f'{known[number].name} must be {old.dtype}{list(old.shape)} as in the'
-        f' state of local_updates, got {x.dtype}{list(x.shape)}. Make the state'
-        ' with tx.init of these parameters.'
+        f'{known[number].name} must be {former.dtype}{list(former.shape)} as in'
+        f' the state of local_updates, got {given.dtype}{list(given.shape)}.'
+        ' Make the state with tx.init of these parameters.'
       )
-    changed |= jnp.any(x != arrays[shared].astype(x.dtype))
+    changed |= jnp.any(given != arrays[shared].astype(given.dtype))
   # Also the one that all share, and where the worker's started.
   for number, copies in params.items():
-    x = arrays[number]
+    given = arrays[number]
     for copy in copies:
-      old = arrays[copy]
-      arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
+      former = arrays[copy]
+      arrays[copy] = jnp.where(changed, given.astype(former.dtype), former)
     arrays[number] = arrays[copies[1]]  # the worker's own, for the model
 
 
-def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
+def _states(numbers: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   """Returns the parameters' paths in each state that has own copies."""
   # A state is known by two fields beside each other.
-  roots = collections.defaultdict(list)
-  for path in known:
+  params_of = collections.defaultdict(list)
+  for path in numbers:
     if _SHARED in path:
-      at = path.index(_SHARED)
-      root, param = path[:at], path[at + 1 :]
-      if (*root, *_OWN, *param) in known:
-        roots[root].append(param)
-  return roots
+      place = path.index(_SHARED)
+      root, param = path[:place], path[place + 1 :]
+      if (*root, *_OWN, *param) in numbers:
+        params_of[root].append(param)
+  return params_of
 
 
 def _model_of(
   root: Keys,
   params: Sequence[Keys],
-  known: Mapping[Keys, int],
+  numbers: Mapping[Keys, int],
 ) -> Keys:
   """Returns where the model is that has a state's parameters."""
   # A model has all parameters of the state, below one path.
   models = set()
-  for path in known:
+  for path in numbers:
     start = path[: len(path) - len(params[0])]
     is_in_state = start[: len(root)] == root
-    if not is_in_state and all((*start, *param) in known for param in params):
+    if not is_in_state and all((*start, *param) in numbers for param in params):
       models.add(start)
   if len(models) != 1:
     names = ', '.join(sorted(map(dotted, models))) or 'none'
-    these = textwrap.shorten(', '.join(map(dotted, params)), 200)
+    listed = textwrap.shorten(', '.join(map(dotted, params)), 200)
     raise ValueError(
       'The arguments and results of a step with local_updates must hold the'
-      f' parameters of its state once ({these}), got {names}. Pass the model'
+      f' parameters of its state once ({listed}), got {names}. Pass the model'
       ' and the optimizer state, and return both. If parameters were removed or'
       ' renamed, make the state again with tx.init.'
     )

@@ -62,13 +62,11 @@ class Result:
   """An array that a step returns or changes.
 
   Attributes:
-    name: for messages.
-    keys: its path.
+    keys: its path, from `result` or from an argument's name.
     role: see `Role`.
     at: the number that the argument's array has whose next value it is.
   """
 
-  name: str
   keys: Keys
   role: Role
   at: int | None
@@ -108,11 +106,11 @@ def collect(
 
   Returns arrays, and what is known about them.
   """
-  after, structure = modules.split(objects)
+  variables, structure = modules.split(objects)
   # nnx.state(model) is what the step has changed in place.
-  known = [*objects, *after]
+  known = [*objects, *variables]
   returned = only_arrays(returned, known)
-  if len(known) > len(objects) + len(after):
+  if len(known) > len(objects) + len(variables):
     raise ValueError(
       'A step must return Flax objects that are among its arguments, got a new'
       f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
@@ -121,19 +119,17 @@ def collect(
   marked = leaves_of({'result': returned}, _is_rows)
   returned = jax.tree.map(_without_mark, returned, is_leaf=_is_rows)
   # In the same order: each array, the argument it continues, what Flax says.
-  nexts, said = _next_values(call, returned), modules.roles_of(returned)
+  nexts, from_flax = _next_values(call, returned), modules.roles_of(returned)
   results = []
-  for (keys, x), at, role in zip(marked, nexts, said):
-    role = _role(keys, x, role, at)
-    results.append(Result(f'the {dotted(keys)}', keys, role, at))
-  values = [_without_mark(x) for _, x in marked]
-  start = len(call.arrays) - len(after)  # where variables are
-  for at, x in enumerate(after, start):
+  for (keys, leaf), at, role in zip(marked, nexts, from_flax):
+    results.append(Result(keys, _role(keys, leaf, role, at), at))
+  values = [_without_mark(leaf) for _, leaf in marked]
+  start = len(call.arrays) - len(variables)  # where variables are
+  for at, leaf in enumerate(variables, start):
     array = call.arrays[at]
-    role = _role(array.keys, x, array.role, at)
-    name = f'the variable {array.name}'
-    results.append(Result(name, array.keys, role, at))
-    values.append(x)
+    role = _role(array.keys, leaf, array.role, at)
+    results.append(Result(array.keys, role, at))
+    values.append(leaf)
   # The model that is returned is the one that all workers share.
   copies = own_params.find(results)
   for number, (shared, *_) in copies.items():
@@ -147,7 +143,7 @@ def collect(
 def settle(
   call: Call,
   result: Result,
-  x: jax.Array,
+  value: jax.Array,
   old: Any,
   origin: Origin,
   axis: collectives.Axis,
@@ -160,61 +156,62 @@ def settle(
   # Whether or not it differs.
   match result.role:
     case Role.STACKED:
-      return x
+      return value
     case Role.BATCH:
-      _check_rows(result, x, call)
-      return jnp.moveaxis(x, call.axis, 0)
+      _check_rows(result, value, call)
+      return jnp.moveaxis(value, call.axis, 0)
     case Role.ADDED if Origin.TOTAL in origin:
       # Each worker has added to the same total.
-      return old + collectives.total(x - old, axis)
+      return old + collectives.total(value - old, axis)
     case Role.ADDED if origin.differs:
       raise ValueError(
         'A metric that a step adds to must not be reset in the step, got'
-        f' {result.name} that was. Reset it between steps.'
+        f' {dotted(result.keys)} that was. Reset it between steps.'
       )
   if not origin.differs:
-    return x
+    return value
   # What differs needs a way to one value, or it is a mistake.
   match result.role:
     case Role.KEY:  # all go on from one key, and fold it again
-      return collectives.first(x, axis)
-    case Role.STATISTICS if is_inexact(x):
+      return collectives.first(value, axis)
+    case Role.STATISTICS if is_inexact(value):
       # Statistics of a worker that saw a NaN would stay NaN for ever.
-      return collectives.mean_finite(x, axis, old)
+      return collectives.mean_finite(value, axis, old)
     case Role.MEAN:
-      return collectives.mean_finite(x, axis)
-  name = f'{result.name}, {x.dtype}{list(x.shape)},'
+      return collectives.mean_finite(value, axis)
+  name = f'The {dotted(result.keys)}, {value.dtype}{list(value.shape)},'
   raise ValueError(inside.differs_text(name, inside.RETURNED))
 
 
 def _check_rows(
   result: Result,
-  x: jax.Array,
+  value: jax.Array,
   call: Call,
 ) -> None:
   """Raises for marked rows that the worker's batch does not have."""
-  length = x.shape[call.axis : call.axis + 1]  # () if it has no such axis
+  length = value.shape[call.axis : call.axis + 1]  # () if it has no such axis
   if length != (call.rows,):
     raise ValueError(
       f'out_batch must be given arrays with the {call.rows} rows of a worker'
-      f' along axis {call.axis}, got {result.name} of shape {x.shape}. Return'
-      ' demo_optax.over_workers(x, reduction) for anything else.'
+      f' along axis {call.axis}, got {dotted(result.keys)} of shape'
+      f' {value.shape}. Return demo_optax.over_workers(x, reduction) for'
+      ' anything else.'
     )
 
 
 def hold(
   workers: Workers,
   result: Result,
-  x: jax.Array,
+  value: jax.Array,
 ) -> jax.Array:
   """Returns a result where it belongs."""
   # Without types XLA would choose, and the next call compile again.
   types_say_it = workers.mesh is None or workers.is_explicit
   is_state = result.at is not None or result.role is Role.STACKED
-  if types_say_it or (x.ndim and not is_state):
-    return x
-  sharding = workers.sharding(result.keys, x.shape)
-  return jax.lax.with_sharding_constraint(x, sharding)
+  if types_say_it or (value.ndim and not is_state):
+    return value
+  sharding = workers.sharding(result.keys, value.shape)
+  return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def _without_mark(x: Any) -> Any:
@@ -223,16 +220,16 @@ def _without_mark(x: Any) -> Any:
 
 def _role(
   keys: Keys,
-  x: Any,
+  value: Any,
   said: Role | None,
   at: int | None,
 ) -> Role:
   """Returns a result's role; `said` is what its variable's class says."""
-  role = role_of(keys, x, said, isinstance(x, Rows))
+  role = role_of(keys, value, said, isinstance(value, Rows))
   if at is not None or role not in (Role.SHARED, Role.ADDED):
     return role
   # No argument's next value: a loss, or what must be equal.
-  is_loss = said is None and is_inexact(x) and not np.shape(x)
+  is_loss = said is None and is_inexact(value) and not np.shape(value)
   return Role.MEAN if is_loss else Role.SHARED
 
 
@@ -245,8 +242,8 @@ def _next_values(
   None for what is no part in a shared argument's next value. Arguments with one
   form are returned in their order.
   """
-  seen: collections.Counter[object] = collections.Counter()
-  found: list[int | None] = []
+  num_seen: collections.Counter[object] = collections.Counter()
+  nexts: list[int | None] = []
 
   def is_whole(x: object) -> bool:  # not the fields of a NamedTuple
     return type(x) not in (tuple, list, dict) or form_of(x) in call.states
@@ -257,12 +254,12 @@ def _next_values(
     starts = call.states.get(form, [])
     is_loss = shapes == ((),)  # any has the form of a single scalar
     if not starts or is_loss:
-      found += [None] * len(shapes)
+      nexts += [None] * len(shapes)
       continue
-    start = starts[min(seen[form], len(starts) - 1)]
-    seen[form] += 1
-    for at in range(start, start + len(shapes)):
+    start = starts[min(num_seen[form], len(starts) - 1)]
+    num_seen[form] += 1
+    for number in range(start, start + len(shapes)):
       # The order does not say for certain to which total a metric adds.
-      is_sure = len(starts) == 1 or call.arrays[at].role is not Role.ADDED
-      found.append(at if is_sure else None)
-  return found
+      is_sure = len(starts) == 1 or call.arrays[number].role is not Role.ADDED
+      nexts.append(number if is_sure else None)
+  return nexts

@@ -57,26 +57,26 @@ class Runner:
     parts = Parts.of(given, call.roles)
     if index is not None:
       with lift.context(workers):
-        found, known = self._run_alone(workers, index, parts)
-    elif workers.mesh is not None and not workers.param_specs.all_sizes:
-      found, known = self._run_on_devices(parts)
+        settled, returned = self._run_alone(workers, index, parts)
+    elif workers.mesh is not None and len(workers.mesh.shape) == 1:
+      settled, returned = self._run_on_devices(parts)
     else:
-      found, known = self._run_mapped(parts)
+      settled, returned = self._run_mapped(parts)
     values = []
-    for x, result in zip(found.joined(known.roles), known.results):
+    for array, result in zip(settled.joined(returned.roles), returned.results):
       if result.role is Role.BATCH:
-        x = jnp.moveaxis(lift.join_rows(workers, x), 0, call.axis)
-      values.append(results.hold(workers, result, x))
-    return values, known
+        array = jnp.moveaxis(lift.join_rows(workers, array), 0, call.axis)
+      values.append(results.hold(workers, result, array))
+    return values, returned
 
   def _split(
     self,
-    x: jax.Array,
+    batch: jax.Array,
     array: Array,
   ) -> jax.Array:
     """Cuts a batch `[..., rows, ...]` to `[workers, ..., rows, ...]`."""
     # split_rows: from [rows, ...] to [workers, rows, ...].
-    rows = lift.split_rows(self.workers, jnp.moveaxis(x, array.axis, 0))
+    rows = lift.split_rows(self.workers, jnp.moveaxis(batch, array.axis, 0))
     return jnp.moveaxis(rows, 1, array.axis + 1)
 
   def _run_alone(
@@ -87,9 +87,10 @@ class Runner:
   ) -> _Settled:
     """Runs the step for a worker that shares no device, or is a program."""
     # From [1, ...] to the worker's own, and back.
-    parts = Parts([x[0] for x in parts.own], parts.equal)
-    found, known = self._one_worker(workers, index, parts)
-    return Parts([x[None] for x in found.own], found.equal), known
+    parts = Parts([array[0] for array in parts.own], parts.equal)
+    settled, returned = self._one_worker(workers, index, parts)
+    own = [array[None] for array in settled.own]
+    return Parts(own, settled.equal), returned
 
   def _run_on_devices(self, parts: Parts) -> _Settled:
     """Runs the step in a `shard_map`, where each worker is one device."""
@@ -103,7 +104,7 @@ class Runner:
     # Explicit types must say where arrays are before a map takes them.
     placed = []
     for spec, arrays in zip(specs, parts):
-      placed.append([lift.reshard(workers, x, spec) for x in arrays])
+      placed.append([lift.reshard(workers, array, spec) for array in arrays])
     return jax.shard_map(
       one_device,
       mesh=workers.mesh,
@@ -143,7 +144,7 @@ class Runner:
     """Runs the step for worker `index`, with the arrays as it has them."""
     call, axis = self.call, workers.axis
     arrays = parts.joined(call.roles)
-    given = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    given = call.replace(Role.KEY, lambda key, _: prng.fold(key, index), arrays)
     # `local_updates`: the model in the step is the worker's.
     if call.own_params:
       own_params.enter(call.own_params, given, call.arrays)
@@ -152,32 +153,34 @@ class Runner:
       workers, num_workers=self.workers.count, stacked_state=False
     )
     with _explained(self.workers):
-      closed, (_, known) = inside.trace(seen, self._step_of_arrays, given)
+      closed, (_, returned) = inside.trace(seen, self._step_of_arrays, given)
       # Before anything is run, mistakes are found in the program.
       follower = Follower(axis)
       origins = follower.follow(closed.jaxpr, self._origins())
       if self.workers.sequential:
-        values = run_in_turn(closed, follower.found, axis, given)
+        values = run_in_turn(closed, follower, axis, given)
       else:
         values = core.jaxpr_as_fun(closed)(*given)
     # A variable that a step returns as it was is an input of its program.
-    inputs_at = {id(x): number for number, x in enumerate(closed.jaxpr.invars)}
-    for number, result in enumerate(known.results):
-      x, aval = values[number], closed.out_avals[number]
-      if isinstance(x, int | float | complex):  # a constant
-        x = jnp.asarray(x, aval.dtype)
+    inputs_at = {}
+    for number, variable in enumerate(closed.jaxpr.invars):
+      inputs_at[id(variable)] = number
+    for number, result in enumerate(returned.results):
+      value, aval = values[number], closed.out_avals[number]
+      if isinstance(value, int | float | complex):  # a constant
+        value = jnp.asarray(value, aval.dtype)
       unchanged = inputs_at.get(id(closed.jaxpr.outvars[number]))
       if result.role is Role.KEY and unchanged is not None:
         values[number] = arrays[unchanged]  # the next step folds it again
         continue
       # The argument that the result continues, such as statistics.
-      old = None
+      former = None
       if result.at is not None:
-        old = arrays[result.at]
+        former = arrays[result.at]
       values[number] = results.settle(
-        call, result, x, old, origins[number], axis
+        call, result, value, former, origins[number], axis
       )
-    return Parts.of(values, known.roles), known
+    return Parts.of(values, returned.roles), returned
 
   def _step_of_arrays(
     self, *given: jax.Array
@@ -191,15 +194,15 @@ class Runner:
 
   def _origins(self) -> list[Origin]:
     """Returns the origins of the arguments."""
-    found = []
+    origins = []
     for number, array in enumerate(self.call.arrays):
       origin = _ORIGINS.get(array.role, Origin.NOTHING)
       if number in self.call.own_params:
         origin = Origin.STATE
       if self.call.options.axis is not None:  # a scan over rows is meant
         origin &= ~Origin.ROWS
-      found.append(origin)
-    return found
+      origins.append(origin)
+    return origins
 
 
 @contextlib.contextmanager

@@ -58,16 +58,16 @@ def check_gradient(
   workers: Workers,
 ) -> None:
   """Raises unless `gradient` is laid out as `workers` has it."""
-  found = np.shape(gradient)
+  given = np.shape(gradient)
   # Stacked gradients have a leading worker axis.
   lead: tuple[int, ...] = ()
   if workers.stacked_gradients:
     lead = (workers.count,)
-  shape = found[len(lead) :]
+  shape = given[len(lead) :]
   if param is not None:
     shape = np.shape(param)
   expected = (*lead, *shape)
-  if found != expected:
+  if given != expected:
     remedy = "Give the worker's own gradient, unstacked."
     if lead:
       # As jax.jit has it: one gradient for all workers' batches.
@@ -78,7 +78,7 @@ def check_gradient(
       )
     raise ValueError(
       f'The gradient of {name} must have shape {expected} for {workers}, got'
-      f' {found}. {remedy}'
+      f' {given}. {remedy}'
     )
   if lead or not is_exchanged(gradient):
     return
@@ -123,16 +123,17 @@ def check_sharding(
   Only Explicit axes are in the types that arrays have. There the exchange
   would gather the whole gradient in every step, or fail at a reshape.
   """
-  shape, found = np.shape(param), jax.typeof(param).sharding
-  if not names_of(found.spec) or not workers.stacked_gradients:
+  shape, sharding = np.shape(param), jax.typeof(param).sharding
+  if not names_of(sharding.spec) or not workers.stacked_gradients:
     return
   expected = workers.param_specs.place(path, shape).spec
   # Axes with one device cut nothing.
-  own = keep(found.spec, [a for a, n in found.mesh.shape.items() if n > 1])
-  if own not in (P(), expected):
+  axes = [axis for axis, size in sharding.mesh.shape.items() if size > 1]
+  given = keep(sharding.spec, axes)
+  if given not in (P(), expected):
     raise ValueError(
       f'The parameter {leaf_name(path)} must be sharded by {expected} for'
-      f' {workers}, got {found.spec}. Say how parameters are sharded:'
+      f' {workers}, got {sharding.spec}. Say how parameters are sharded:'
       ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), with a tree'
       ' of PartitionSpecs; or put them elsewhere, with workers.device_put.'
     )

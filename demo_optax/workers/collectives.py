@@ -86,22 +86,22 @@ class Group:
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
     `[]`, whether the message reaches the others, if it may not.
     """
-    found: dict[str, jax.Array] = {}
+    received: dict[str, jax.Array] = {}
     included = None
-    for name, x in message.items():
+    for name, array in message.items():
       if isinstance(self.axis, Programs):
-        rows, _, included = meet(x, self.axis)
-        found[name] = rows
+        rows, _, included = meet(array, self.axis)
+        received[name] = rows
         if name != GATHERED:
-          found[name] = jnp.sum(rows, axis=0)
+          received[name] = jnp.sum(rows, axis=0)
       elif name == GATHERED:
-        found[name] = gather(x, self.axis)
+        received[name] = gather(array, self.axis)
       elif name == TO_OWNERS:
-        x = vary(x, self.axis)
-        found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+        array = vary(array, self.axis)
+        received[name] = jax.lax.all_to_all(array, self.axis, 0, 0, tiled=True)
       else:
-        found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
-    return found, included
+        received[name] = jax.lax.psum(vary(array, self.axis), self.axis)
+    return received, included
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices in this worker."""
@@ -143,19 +143,19 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.explicit_axes:
-    everyone = functools.partial(gather, axis=axis)
-    return without_types(everyone, x, num_new_axes=1)
-  if varies(x, axis):  # typed as replicated, where that is tracked
-    return jax.lax.all_gather(x, axis, to='invarying')
-  rows = jax.lax.all_gather(x, axis)
-  if mesh.auto_axes:
-    # Under vmap rows may be spread over the mesh. They move in one collective,
-    # and not in one for each row that is read.
-    whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
-    rows = jax.lax.with_sharding_constraint(rows, whole)
-  return rows
+
+  def everyone(x: jax.Array) -> jax.Array:
+    if varies(x, axis):  # typed as replicated, where that is tracked
+      return jax.lax.all_gather(x, axis, to='invarying')
+    rows = jax.lax.all_gather(x, axis)
+    if jax.sharding.get_abstract_mesh().auto_axes:
+      # Under vmap rows may be spread over the mesh. They move in one
+      # collective, and not in one for each row that is read.
+      whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
+      rows = jax.lax.with_sharding_constraint(rows, whole)
+    return rows
+
+  return without_types(everyone, x, num_new_axes=1)
 
 
 # Larger arrays are summed by an all-reduce, whose order is its own.
@@ -169,24 +169,23 @@ def sums(
   """Sums each array along an axis, halves in float32.
 
   Real arrays up to `ORDERED_BYTES` are gathered, together, and added from left
-  to right: the sums have the same bits in every map.
+  to right: the sums have the same bits in every map. Programs, which have no
+  all-reduce, add all arrays so.
   """
-  found: dict[int, jax.Array] = {}
+  summed: dict[int, jax.Array] = {}
   together: dict[object, dict[int, jax.Array]] = {}  # by type
   for number, x in enumerate(xs):
     wide = vary(x.astype(_widened(x.dtype)), axis)
-    if _is_ordered(wide):
+    if isinstance(axis, Programs) or _is_ordered(wide):
       like = wide.dtype, jax.typeof(wide).mat.varying
       together.setdefault(like, {})[number] = wide
-    elif isinstance(axis, Programs):  # they have no all-reduce
-      found[number] = jnp.sum(gather(wide, axis), axis=0)
     else:
-      found[number] = jax.lax.psum(wide, axis)
+      summed[number] = jax.lax.psum(wide, axis)
   for arrays in together.values():
-    flat, parts_of = flatten_util.ravel_pytree(arrays)
-    rows = gather(flat, axis)  # [workers, elements]
-    found |= parts_of(_in_order(rows))
-  return [found[number].astype(x.dtype) for number, x in enumerate(xs)]
+    joined, parts_of = flatten_util.ravel_pytree(arrays)
+    rows = gather(joined, axis)  # [workers, elements]
+    summed |= parts_of(_in_order(rows))
+  return [summed[number].astype(x.dtype) for number, x in enumerate(xs)]
 
 
 def _is_ordered(x: jax.Array) -> bool:
@@ -270,8 +269,8 @@ def everyones(
     return gather(x, axis)
   rows, present, _ = meet(x, axis)
   # Zeros would count in a minimum or a product.
-  some = rows[jnp.argmax(present)]
-  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
+  of_first = rows[jnp.argmax(present)]
+  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, of_first)
 
 
 def without_types(
@@ -316,5 +315,7 @@ def is_tracked(axis: Axis) -> bool:
 
 def vary(x: jax.Array, *axes: Axis) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
-  new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
-  return jax.lax.pcast(x, new, to='varying') if new else x
+  missing = tuple(
+    axis for axis in axes if is_tracked(axis) and not varies(x, axis)
+  )
+  return jax.lax.pcast(x, missing, to='varying') if missing else x

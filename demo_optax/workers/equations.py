@@ -9,8 +9,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
   """Returns the variables among variables and constants, each once."""
-  found = (atom for atom in atoms if isinstance(atom, Var))
-  return [*dict.fromkeys(found)]
+  among = (atom for atom in atoms if isinstance(atom, Var))
+  return [*dict.fromkeys(among)]
 
 
 def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
@@ -20,24 +20,24 @@ def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
 
 def made_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations compute."""
-  return [v for eqn in eqns for v in eqn.outvars]
+  return [variable for eqn in eqns for variable in eqn.outvars]
 
 
 def function_of(
-  jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outs: Sequence[Any]
+  jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]
 ) -> tuple[Callable[..., list[Any]], list[Var]]:
   """Returns a function of some equations of a program, and what it reads."""
   made = {*made_by(eqns)}
-  reads = variables([*read_by(eqns), *outs])
-  ins = [v for v in reads if v not in made]
-  part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
-  return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
+  reads = variables([*read_by(eqns), *outputs])
+  inputs = [variable for variable in reads if variable not in made]
+  part = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
+  return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), inputs
 
 
 def values_of(values: Mapping[Var, Any], atoms: Iterable[Any]) -> list[Any]:
   """Returns the values of atoms, None of variables that have none."""
-  found = []
+  chosen = []
   for atom in atoms:
     is_variable = isinstance(atom, Var)
-    found.append(values.get(atom) if is_variable else atom.val)
-  return found
+    chosen.append(values.get(atom) if is_variable else atom.val)
+  return chosen

@@ -4,12 +4,12 @@ For steps with operations that `jax.vmap` cannot map, and for models that
 fit the memory only one at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend import core
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from demo_optax.workers.collectives import Axis, first
 from demo_optax.workers.equations import (
@@ -19,25 +19,22 @@ from demo_optax.workers.equations import (
   values_of,
   variables,
 )
-from demo_optax.workers.variation import Origin, waits, watch_p
-
-# Equations that need the axis of the workers, beside those that communicate.
-_MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
+from demo_optax.workers.variation import Follower, watch_p
 
 
 def run_in_turn(
   closed: core.ClosedJaxpr,
-  origins: Mapping[Var, Origin],
+  follower: Follower,
   axis: Axis,
   args: Sequence[jax.Array],
 ) -> list[jax.Array]:
   """Runs one worker's program so that `jax.vmap` takes workers in turn.
 
-  `origins` says which variables differ. Equations between two exchanges are one
+  `follower` has followed the program. Equations between two exchanges are one
   loop over the workers. Those that exchange see all workers; so do loops and
   branches with an exchange inside, whose bodies are mapped.
   """
-  jaxpr = closed.jaxpr
+  jaxpr, origins = closed.jaxpr, follower.found
   values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
@@ -46,19 +43,20 @@ def run_in_turn(
     later: Sequence[JaxprEqn],
   ) -> None:
     """Runs equations in a loop; keeps what later ones and results read."""
-    used = {*read_by(later), *variables(jaxpr.outvars)}
-    outs = [variable for variable in made_by(eqns) if variable in used]
-    part, ins = function_of(jaxpr, eqns, outs)
+    read_later = {*read_by(later), *variables(jaxpr.outvars)}
+    outputs = [variable for variable in made_by(eqns) if variable in read_later]
+    part, inputs = function_of(jaxpr, eqns, outputs)
     # Without an input that differs between workers it runs once.
-    found = sequential_vmap(part)(*values_of(values, ins))
-    for variable, x in zip(outs, found):
+    returned = sequential_vmap(part)(*values_of(values, inputs))
+    for variable, x in zip(outputs, returned):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
       values[variable] = x if is_own else first(x, axis)
 
   waiting: list[JaxprEqn] = []  # of a worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
-    is_mapped = waits([eqn], axis, _MAPPED)
+    # What is watched stays as it is: a loop would copy momentum.
+    is_mapped = eqn in follower.waiting or eqn.primitive is watch_p
     is_own = any(origins[variable].differs for variable in eqn.outvars)
     # What workers share runs at once, unless it reads what is waiting.
     is_ready = values.keys() >= {*read_by([eqn])}
@@ -72,10 +70,10 @@ def run_in_turn(
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
       inner = eqn.params['jaxpr']
       given = values_of(values, eqn.invars)
-      results = run_in_turn(inner, origins, axis, given)
+      results = run_in_turn(inner, follower, axis, given)
     else:
-      part, ins = function_of(jaxpr, [eqn], eqn.outvars)
-      results = part(*values_of(values, ins))
+      part, inputs = function_of(jaxpr, [eqn], eqn.outvars)
+      results = part(*values_of(values, inputs))
     values.update(zip(eqn.outvars, results))
   run_loop(waiting, [])  # what only results read
   return values_of(values, jaxpr.outvars)

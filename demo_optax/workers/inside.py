@@ -73,29 +73,30 @@ def check_in_step(what: str) -> Workers:
 # Checks -----------------------------------------------------------------------
 
 
-def _watch_leaves(
+def _watch_arrays(
   tree: Tree,
-  which: Callable[[Any], bool],
   check: Callable[[list[tuple[Keys, Origin]]], None],
 ) -> Tree:
-  """Returns `tree`; leaves a check where some leaves come from."""
-  flat = leaves_of(tree)
-  chosen = {keys: x for keys, x in flat if which(x)}
-  # Not the leaves: what a program closes over must not hold tracers.
-  names = [*chosen]
+  """Returns `tree`; leaves a check where its arrays come from."""
+  leaves = dict(leaves_of(tree))
+  arrays = {keys: x for keys, x in leaves.items() if _is_array(x)}
+  # Not the arrays: what a program closes over must not hold tracers.
+  names = [*arrays]
 
-  def check_chosen(origins: Sequence[Origin]) -> None:
+  def check_arrays(origins: Sequence[Origin]) -> None:
     check([*zip(names, origins)])
 
-  watched = watch([*chosen.values()], check_chosen)
-  chosen.update(zip(names, watched))
-  leaves = [chosen.get(keys, x) for keys, x in flat]
-  return jax.tree.structure(tree).unflatten(leaves)
+  watched = watch([*arrays.values()], check_arrays)
+  leaves.update(zip(names, watched))
+  return jax.tree.structure(tree).unflatten(leaves.values())
 
 
-def _is_array(x: object) -> bool:
+def _is_array(x: Any) -> bool:
+  """Returns whether a leaf is an array which operations take."""
   # Numbers that are known when a step is traced make a smaller program.
-  return isinstance(x, jax.Array | np.ndarray)
+  # Gradients of integers are float0, which no operation takes.
+  is_array = isinstance(x, jax.Array | np.ndarray)
+  return is_array and x.dtype != jax.dtypes.float0
 
 
 def check_own_gradients(gradients: Tree) -> Tree:
@@ -119,7 +120,7 @@ def check_own_gradients(gradients: Tree) -> Tree:
       ' which the exchange replaces.'
     )
 
-  return _watch_leaves(gradients, _tree.is_exchanged, check)
+  return _watch_arrays(gradients, check)
 
 
 def equal(tree: Tree, message: str) -> Tree:
@@ -133,7 +134,7 @@ def equal(tree: Tree, message: str) -> Tree:
       if origin.differs:
         raise ValueError(message.replace('{}', dotted(keys)))
 
-  return _watch_leaves(tree, _is_array, check)
+  return _watch_arrays(tree, check)
 
 
 def _check_shared(found: list[tuple[Keys, Origin]]) -> None:
@@ -189,9 +190,9 @@ def differs_text(
 ) -> str:
   """Returns the message for a value that must not differ, but does."""
   start = (
-    f'{name[0].upper()}{name[1:]} must be the same on all workers, got one'
-    " that differs between workers: it depends on one worker's gradient, loss"
-    ' or batch. Usual causes:'
+    f'{name} must be the same on all workers, got one that differs between'
+    " workers: it depends on one worker's gradient, loss or batch. Usual"
+    ' causes:'
   )
   return '\n  - '.join([start, *causes])
 
@@ -221,12 +222,12 @@ def check_arguments(
       f' {count} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
+  updates = check_own_gradients(updates)
   gradients = []
-  for (_, x), param in zip(*_tree.flatten_alike(updates, params)):
-    if not _tree.is_exchanged(x):
-      # Those of integers are float0, which no operation takes.
-      x = _tree.zero_update(x, param, 0)
-    gradients.append(jnp.asarray(x))
+  for (_, gradient), param in zip(*_tree.flatten_alike(updates, params)):
+    if not _tree.is_exchanged(gradient):
+      gradient = _tree.zero_update(gradient, param, 0)
+    gradients.append(jnp.asarray(gradient))
   updates = jax.tree.structure(updates).unflatten(gradients)
   # By the words in errors.
   shared = {
@@ -234,8 +235,8 @@ def check_arguments(
     'parameter': params,
     'hyperparameter': hyperparams,
   }
-  checked = _watch_leaves(shared, _is_array, _check_shared)
-  return check_own_gradients(updates), *(checked[name] for name in shared)
+  checked = _watch_arrays(shared, _check_shared)
+  return updates, *(checked[name] for name in shared)
 
 
 def for_workers(
@@ -275,10 +276,10 @@ def _call_stacked(
       arrays[number] = x
     else:
       constants[number] = x
-  results, result_def = jax.tree.flatten(given[:2])
-  num_updates = len(jax.tree.leaves(given[0]))
-  # By leaf of the updates and the state that come back.
-  differs = (False,) * num_updates + tuple(is_own[num_updates : len(results)])
+  # By leaf of the updates and the state, which come back: they are given first.
+  updates, state = given[:2]
+  outputs = [False] * len(jax.tree.leaves(updates))
+  outputs += [is_stacked(keys) for keys, _ in leaves_of(state)]
 
   def rule(
     size: int,
@@ -296,7 +297,7 @@ def _call_stacked(
     in_order = map(everyones.get, range(len(is_own)))
     trees = treedef.unflatten(in_order)
     updated = update(*trees, workers)
-    return jax.tree.leaves(updated), [*differs]
+    return jax.tree.leaves(updated), outputs
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
@@ -305,12 +306,12 @@ def _call_stacked(
     arrays: dict[int, jax.Array],
   ) -> list[jax.Array]:
     del index
-    # These, the updates and the state, come first.
-    return [*arrays.values()][: len(differs)]
+    returned = [*arrays.values()][: len(outputs)]
+    return watch(returned, outputs=tuple(outputs))
 
   one_worker.def_vmap(rule)
   updated = one_worker(jax.lax.axis_index(WORKER_AXIS), arrays)
-  return result_def.unflatten(watch(updated, outputs=differs))
+  return jax.tree.structure(given[:2]).unflatten(updated)
 
 
 def over_workers(

@@ -6,6 +6,7 @@ own map or in a separate program: the same function, with the same bits.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -139,8 +140,8 @@ def _simulate(
   numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
   to_blocks = functools.partial(_to_blocks, sizes)
   blocks = jax.tree.map(to_blocks, in_specs, args)
-  found = mapped(numbers, *blocks)
-  return jax.tree.map(_from_blocks, out_specs, found)
+  results = mapped(numbers, *blocks)
+  return jax.tree.map(_from_blocks, out_specs, results)
 
 
 def _to_blocks(
@@ -149,13 +150,11 @@ def _to_blocks(
   x: jax.Array,
 ) -> jax.Array:
   """Cuts every sharded dimension to `[*devices, block]`."""
-  # From the last dimension, so that those before keep their places.
-  for dim in reversed(range(len(spec.inner))):
-    at = spec.stacked + dim
+  blocks = [*x.shape[: spec.stacked]]
+  for dim, length in enumerate(x.shape[spec.stacked :]):
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    before, after = x.shape[:at], x.shape[at + 1 :]
-    x = x.reshape(*before, *devices, -1, *after)
-  return x
+    blocks += [*devices, length // math.prod(devices)]
+  return x.reshape(blocks)
 
 
 def _from_blocks(
@@ -260,11 +259,11 @@ def bucket_zeros(
   # Each device makes its shard. jnp.zeros(device=sharding) in a jit would make
   # all workers' momentum on a single device.
   def zeros() -> list[jax.Array]:
-    found = []
-    for x in types:
-      bucket = jnp.zeros((*devices, *x.shape), x.dtype)
-      found.append(vary(bucket, workers.axis))
-    return found
+    buckets = []
+    for bucket_type in types:
+      bucket = jnp.zeros((*devices, *bucket_type.shape), bucket_type.dtype)
+      buckets.append(vary(bucket, workers.axis))
+    return buckets
 
   return map_over(workers, zeros, (), [workers.bucket_spec] * len(types))()
 
@@ -278,8 +277,8 @@ def place(
     return x
   axis = workers.spmd_axis_name
   if workers.is_explicit:
-    old = jax.typeof(x).sharding.spec
-    return reshard(workers, x, P(axis, *old[1:]))
+    former = jax.typeof(x).sharding.spec
+    return reshard(workers, x, P(axis, *former[1:]))
   # XLA decides how the worker's devices share its part.
   others = [P.UNCONSTRAINED] * (x.ndim - 1)
   sharding = _named(workers, P(axis, *others))
@@ -316,10 +315,10 @@ def split_rows(
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  axis, old = workers.axis_name, jax.typeof(x).sharding.spec
-  inner = tuple(name for name in entry(old, 0) if name != axis)
-  x = reshard(workers, x, P((axis, *inner), *old[1:]))
-  spec = P(axis, inner or None, *old[1:])
+  axis, former = workers.axis_name, jax.typeof(x).sharding.spec
+  inner = tuple(name for name in entry(former, 0) if name != axis)
+  x = reshard(workers, x, P((axis, *inner), *former[1:]))
+  spec = P(axis, inner or None, *former[1:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
@@ -331,8 +330,8 @@ def join_rows(
   shape = (-1, *x.shape[2:])
   if not workers.is_explicit:
     return x.reshape(shape)
-  old = jax.typeof(x).sharding.spec
-  spec = P((workers.axis_name, *entry(old, 1)), *old[2:])
+  former = jax.typeof(x).sharding.spec
+  spec = P((workers.axis_name, *entry(former, 1)), *former[2:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 

@@ -7,7 +7,6 @@ are found by path, since an exchange may see only some (`optax.masked`,
 """
 
 import dataclasses
-import functools
 import math
 import textwrap
 from collections.abc import Collection, Mapping
@@ -47,8 +46,9 @@ class ParamSpecs:
 
   # Paths and specs; a spec holds for all parameters below its path.
   specs: tuple[tuple[Keys, P], ...] = (((), P()),)
-  # Names and sizes of the mesh axes inside a worker, in the mesh's order.
-  all_sizes: tuple[tuple[str, int], ...] = ()
+  # Names and sizes of the mesh axes inside a worker, in the mesh's order, which
+  # have more than one device: along others nothing is spread.
+  axis_sizes: tuple[tuple[str, int], ...] = ()
 
   @classmethod
   def of(
@@ -62,7 +62,7 @@ class ParamSpecs:
     def is_spec(x: object) -> bool:
       return x is None or isinstance(x, P)
 
-    found = []
+    checked = []
     known = ', '.join(axis_sizes) or 'none'
     for keys, spec in leaves_of(specs, is_spec):
       name = dotted(keys) if keys else 'all parameters'
@@ -81,17 +81,9 @@ class ParamSpecs:
           f' ({known}), each once, got {spec}. Over the worker axis,'
           f' {worker_axis!r}, parameters are replicated.'
         )
-      found.append((keys, keep(spec, names)))
-    return cls(tuple(found), tuple(axis_sizes.items()))
-
-  @functools.cached_property
-  def axis_sizes(self) -> tuple[tuple[str, int], ...]:
-    """The axes with more than one device; along others nothing is spread."""
-    return tuple(axis for axis in self.all_sizes if axis[1] > 1)
-
-  @functools.cached_property
-  def _specs(self) -> dict[Keys, P]:
-    return dict(self.specs)
+      checked.append((keys, keep(spec, names)))
+    spread = [(name, size) for name, size in axis_sizes.items() if size > 1]
+    return cls(tuple(checked), tuple(spread))
 
   def __repr__(self) -> str:
     names = dict.fromkeys(
@@ -123,7 +115,7 @@ class ParamSpecs:
     keys = path_keys(path)
     spec = self._spec_above(keys)
     if spec is None:
-      known = ', '.join(map(dotted, self._specs)) or 'none'
+      known = ', '.join(map(dotted, dict(self.specs))) or 'none'
       raise ValueError(
         f'param_specs must have a spec for the parameter {dotted(keys)}, got'
         f' specs for {textwrap.shorten(known, 200)}. Give a PartitionSpec for'
@@ -134,7 +126,7 @@ class ParamSpecs:
     if blocks is None:
       raise ValueError(
         f'The spec of {dotted(keys)} must divide its shape {shape}, got'
-        f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
+        f' {spec} over axes of sizes {dict(self.axis_sizes)}. Shard another'
         ' dimension of it, or replicate it: P().'
       )
     # Along axes with one device nothing is cut, also if the user names them.
@@ -159,9 +151,10 @@ class ParamSpecs:
 
   def _spec_above(self, keys: Keys) -> P | None:
     """Returns the spec at this path or above it, which holds for all below."""
+    specs = dict(self.specs)
     for length in range(len(keys) + 1):
-      if keys[:length] in self._specs:
-        return self._specs[keys[:length]]
+      if keys[:length] in specs:
+        return specs[keys[:length]]
     return None
 
   def _blocks(
@@ -172,9 +165,9 @@ class ParamSpecs:
     """Returns how many blocks each dimension has, or None."""
     if len(spec) > len(shape):
       return None
-    sizes, blocks = dict(self.all_sizes), []
+    sizes, blocks = dict(self.axis_sizes), []
     for dim, length in enumerate(shape):
-      count = math.prod(sizes[axis] for axis in entry(spec, dim))
+      count = math.prod(sizes.get(axis, 1) for axis in entry(spec, dim))
       if length % count:
         return None
       blocks.append(count)

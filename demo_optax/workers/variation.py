@@ -113,44 +113,18 @@ ad.primitive_jvps[watch_p] = _jvp
 batching.primitive_batchers[watch_p] = _batch
 
 
-def waits(
-  eqns: Iterable[JaxprEqn],
-  axis: Axis,
-  also: Sequence[str] = (),
-) -> bool:
-  """Returns whether workers wait for each other in some of the equations.
-
-  True as well for the primitives `also`, by name.
-  """
-  for eqn in eqns:
-    # By parameters, since JAX has many collectives.
-    name, params = eqn.primitive.name, eqn.params
-    is_exchange = eqn.primitive is watch_p and params['outputs'] is not None
-    is_collective = _is_over(params, axis) and name != 'axis_index'
-    if name in (meet_p.name, *also) or is_exchange or is_collective:
-      return True
-    programs = core.jaxprs_in_params(params)
-    if any(waits(jaxpr.eqns, axis, also) for jaxpr in programs):
-      return True
-  return False
-
-
 def _is_over(
   params: Mapping[str, Any],
   axis: Axis,
 ) -> bool:
   """Returns whether a collective with these parameters is over an axis."""
+  # By parameters, since JAX has many collectives.
   names = params.get('axes', params.get('axis_name', ()))
   return axis in (names if isinstance(names, tuple) else (names,))
 
 
-def _computed(origins: Origins) -> Origins:
-  """Returns origins for what is computed from each value: no batch."""
-  return [origin & ~Origin.ROWS for origin in origins]
-
-
 def _joined(origins: Iterable[Origin]) -> Origin:
-  """Returns the origin for what is computed from several values."""
+  """Returns the origin for what is computed from values: it is no batch."""
   joined = _SAME
   for origin in origins:
     joined |= origin
@@ -174,14 +148,19 @@ def _origins_of(
 class Follower:
   """Follows what is a worker's own through the worker's program.
 
-  `axis` is the workers' axis in the program. The origins of all variables, also
-  in the programs inside it, are in `found`.
+  `axis` is the workers' axis in the program.
+
+  Attributes:
+    found: the origins of all variables, also in the programs inside it.
+    waiting: the equations, likewise, in which workers wait for each other.
   """
 
   def __init__(self, axis: Axis):
     self._axis = axis
     self._checks = True  # not while a loop is followed to its fixed point
+    self._num_exchanges = 0  # so far, to see which equations have some inside
     self.found: dict[Var, Origin] = {}
+    self.waiting: set[JaxprEqn] = set()
 
   def follow(
     self,
@@ -195,8 +174,11 @@ class Follower:
     """
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
+      before = self._num_exchanges
       outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
       known.update(zip(eqn.outvars, outputs))
+      if self._num_exchanges > before:
+        self.waiting.add(eqn)
     for variable, origin in known.items():  # a program may be called again
       self.found[variable] = self.found.get(variable, _SAME) | origin
     return _origins_of(known, jaxpr.outvars)
@@ -219,6 +201,7 @@ class Follower:
       case watch_p.name:
         return self._watch(eqn, inputs)
       case meet_p.name:  # rows, who is present, whether this worker is
+        self._num_exchanges += 1
         return _SAME, _SAME, _OWN
       case 'convert_element_type' | 'device_put' | 'optimization_barrier':
         return inputs  # each output has what is in its place
@@ -229,6 +212,7 @@ class Follower:
           ' returns.'
         )
     if _is_over(eqn.params, self._axis):
+      self._num_exchanges += 1
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
@@ -250,6 +234,7 @@ class Follower:
       check(inputs)
     if outputs is None:
       return inputs
+    self._num_exchanges += 1
     return [_OWN if differs else _SAME for differs in outputs]
 
   def _loop(
@@ -262,7 +247,7 @@ class Follower:
     """Returns the origins for a loop's outputs, at the fixed point."""
     # Checks wait: what is carried is not known to differ yet.
     did_check, self._checks = self._checks, False
-    carry = _computed(carry)
+    carry = [_joined([origin]) for origin in carry]
     old: Origins = []
     while old != carry:
       old = carry
@@ -278,15 +263,17 @@ class Follower:
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
-    body = eqn.params['jaxpr'].jaxpr
+    body, before = eqn.params['jaxpr'].jaxpr, self._num_exchanges
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
     num_carry = _num_equal(eqn.outvars, body.outvars)
     num_equal = _num_equal(eqn.invars, body.invars)
     num_consts = num_equal - num_carry
-    scanned = inputs[num_equal:]
-    has_rows = any(Origin.ROWS in x for x in scanned)
-    if has_rows and waits(body.eqns, self._axis):
+    carry, scanned = inputs[num_consts:num_equal], inputs[num_equal:]
+    turns = [_joined([origin]) for origin in scanned]
+    outputs = self._loop(body, inputs[:num_consts], carry, turns)
+    has_rows = any(Origin.ROWS in origin for origin in scanned)
+    if has_rows and self._num_exchanges > before:
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -294,15 +281,14 @@ class Follower:
         ' batch_argnames=..., batch_axis=1), or batch_axis=0 if every row is a'
         ' step.'
       )
-    carry = inputs[num_consts:num_equal]
-    return self._loop(body, inputs[:num_consts], carry, _computed(scanned))
+    return outputs
 
   def _while(
     self,
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
-    num_cond = eqn.params['cond_nconsts']
+    before, num_cond = self._num_exchanges, eqn.params['cond_nconsts']
     num_consts = num_cond + eqn.params['body_nconsts']
     body = eqn.params['body_jaxpr'].jaxpr
     carry = inputs[num_consts:]
@@ -310,8 +296,8 @@ class Follower:
     condition = eqn.params['cond_jaxpr'].jaxpr
     (ends,) = self.follow(condition, [*inputs[:num_cond], *carry])
     # If it is a worker's own, workers leave the loop at different times.
-    self._check_common(ends, [body])
-    return [_joined([x, ends]) for x in carry]
+    self._check_common(ends, before)
+    return [_joined([origin, ends]) for origin in carry]
 
   def _cond(
     self,
@@ -320,19 +306,19 @@ class Follower:
   ) -> Origins:
     # A worker's own branch makes all of its results the worker's own.
     which, *operands = inputs
-    branches = [branch.jaxpr for branch in eqn.params['branches']]
-    self._check_common(which, branches)
-    outputs = [self.follow(branch, operands) for branch in branches]
+    before, outputs = self._num_exchanges, []
+    for branch in eqn.params['branches']:
+      outputs.append(self.follow(branch.jaxpr, operands))
+    self._check_common(which, before)
     return [_joined([which, *several]) for several in zip(*outputs)]
 
   def _check_common(
     self,
     condition: Origin,
-    programs: Sequence[Jaxpr],
+    before: int,
   ) -> None:
-    """Raises if only some workers would communicate."""
-    is_waiting = any(waits(jaxpr.eqns, self._axis) for jaxpr in programs)
-    if condition.differs and is_waiting:
+    """Raises if only some workers would communicate: exchange as `before`."""
+    if condition.differs and self._num_exchanges > before:
       raise ValueError(
         'The condition of jax.lax.cond or of a loop around an exchange, or'
         ' around over_workers, must be the same on all workers, got one that'

@@ -234,7 +234,7 @@ class Holder(nnx.Module):
   [
     (
       lambda m, x: m.mean.reset() or m.mean.update(values=x),
-      'metric .* must not be reset in the step, got the variable m.mean',
+      'metric .* must not be reset in the step, got m.mean',
     ),
     (
       lambda m, x: m.welford.update(values=x),

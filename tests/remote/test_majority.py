@@ -11,6 +11,7 @@ from helpers import wait_until
 from test_bits import Clock, Joined, pass_when
 
 import demo_optax
+from demo_optax.checkpoint import Checkpointer
 from demo_optax.remote import frames, rounds, states
 from demo_optax.remote.link import link_of
 
@@ -127,7 +128,12 @@ def make_of_ranks(monkeypatch):
 
 
 class Run:
-  """Workers that train a small model until all of them are in a late round."""
+  """Workers that train a small model until all of them are in a late round.
+
+  With a folder they save their state when a step fails.
+  """
+
+  folder = None
 
   def __init__(self, count, last=24, unlike=lambda rank: None):
     self.count, self.last, self.unlike = count, last, unlike
@@ -155,6 +161,9 @@ class Run:
         params = step(params, x)
       except RuntimeError as error:
         self.errors[rank].append(str(error))
+        if self.folder is not None:
+          with Checkpointer(self.folder / str(rank), params) as checkpoints:
+            checkpoints.save(len(self.errors[rank]), params)
       own[link.position.round] = jax.tree.map(np.asarray, params)
       rounds = [max(list(of), default=0) for of in list(self.found.values())]
       late = [number for number in rounds if number >= self.last]
@@ -214,15 +223,22 @@ def test_one_that_is_spoiled(rank, delta, is_unlike, monkeypatch, of_ranks):
 
 
 @pytest.mark.parametrize('delta', [1000.0, 1e-6, np.nan])
-def test_no_majority(delta, monkeypatch):
-  """The run ends for all, and stays ended; the state is as it was."""
+def test_no_majority(delta, monkeypatch, tmp_path):
+  """The run ends for all, and stays ended; the state is saved as it was."""
   monkeypatch.setattr(rounds, 'CHECK_EVERY', 6)
-  run = Spoiled(2, 0, delta).run()
+  run = Spoiled(2, 0, delta)
+  run.folder = tmp_path
+  run.run()
   assert max(run.found[0]) == max(run.found[1]) == 12
   for rank, errors in run.errors.items():
     assert len(errors) == 3
     assert all('no more than half agree' in text for text in errors)
-    assert run.found[rank][12]['steps'] == 12
+    own = run.found[rank][12]
+    assert own['steps'] == 12
+    with Checkpointer(tmp_path / str(rank), own) as checkpoints:
+      step, saved = checkpoints.restore()
+    assert step == 3
+    jax.tree.map(np.testing.assert_array_equal, saved, own)
   differ = run.found[0][12]['w'] != run.found[1][12]['w']
   np.testing.assert_array_equal(np.argwhere(differ), [[3, 5]])
 
