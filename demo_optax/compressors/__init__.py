@@ -17,6 +17,7 @@ from demo_optax.compressors.compressor import (
 from demo_optax.compressors.selectors import (
   RandomSubset,
   Selector,
+  Slicing,
   Striding,
   TopK,
 )
@@ -31,6 +32,7 @@ __all__ = [
   'RandomOrthogonal',
   'RandomSubset',
   'Selector',
+  'Slicing',
   'Striding',
   'TopK',
   'cyclic_signs',

@@ -1,7 +1,7 @@
 """Selectors: choose the coefficients to send from every chunk.
 
-`RandomSubset` and `Striding` are "Random" and "Striding" of From et al.,
-DeToNATION, arXiv:2502.06728.
+`RandomSubset`, `Striding` and `Slicing` are "Random", "Striding" and "Slicing"
+of From et al., DeToNATION, arXiv:2502.06728.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from demo_optax import _checks
@@ -129,3 +130,20 @@ class Striding(_Share):
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
     return ((step % n + spread) % n)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing(_Share):
+  """As `RandomSubset`, with consecutive places, the next ones at every step."""
+
+  def __call__(
+    self,
+    coefficients: Array,
+    step: Array,
+  ) -> Array:
+    n = coefficients.shape[1]
+    k = self.count(n)
+    # A table, since a product could overflow int32.
+    starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
+    start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
+    return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]

@@ -28,6 +28,7 @@ from demo_optax.compressors import (
   Identity,
   RandomOrthogonal,
   RandomSubset,
+  Slicing,
   Striding,
   TopK,
 )
@@ -61,6 +62,11 @@ def random_places(n, step):
 def striding_places(n, step):
   k = math.ceil(RATE * n)
   return [(step + j * (n // k)) % n for j in range(k)]
+
+
+def slicing_places(n, step):
+  k = math.ceil(RATE * n)
+  return [(step * k + j) % n for j in range(k)]
 
 
 class CyclicSigns(Oracle):
@@ -105,6 +111,7 @@ SUBSETS = {  # all workers send the same places of a chunk
     random_places,
   ),
   'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
+  'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
   'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
 SIGNS = dataclasses.replace(  # gathered; nothing is kept
@@ -221,6 +228,18 @@ def test_random_basis_is_orthonormal(length):
   np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-14)
   if length > 1:
     assert np.any(basis != RandomOrthogonal(1).matrix(length))
+
+
+def test_slicing_does_not_overflow():
+  """Of long chunks, products of step and length are beyond 32 bits."""
+  n, rate = 50_000, 0.90001
+  select = Slicing(rate)
+  assert select.count(n) == 45_001
+  zeros = jnp.zeros((1, n))
+  places = jax.jit(lambda step: select(zeros, step)[0])
+  for step in (0, 1, 46_341, 47_720, 49_999, 2**31 - 1):
+    expected = (step * 45_001 + np.arange(45_001)) % n
+    np.testing.assert_array_equal(places(jnp.int32(step)), expected)
 
 
 @pytest.mark.parametrize(
