@@ -148,6 +148,15 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
+def by_comparison(workers: int, k: int) -> bool:
+  """Returns whether selections are compared with all places.
+
+  Of one place in each chunk, XLA:GPU joins this for all workers in a turn.
+  Several turns would keep an array of all selections for longer.
+  """
+  return of() == 'gpu' and k == 1 and workers == unrolled(workers)
+
+
 def sorts_flags() -> bool:
   """Returns whether a sort joins flags. XLA:CPU copies ands into each use."""
   return of() == 'cpu'

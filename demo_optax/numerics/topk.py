@@ -184,10 +184,13 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   Deterministic on every backend: workers are added one after the other, and
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
-  workers, chunks, _ = values.shape
+  workers, chunks, k = values.shape
+  places = jnp.arange(n, dtype=jnp.int32)[None]
 
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
+    if own is not None and platform.by_comparison(workers, k):
+      return total + jnp.where(own == places, values[worker], 0)
     return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
