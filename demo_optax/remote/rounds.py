@@ -398,8 +398,10 @@ class Rounds:
 
   def _close(self) -> None:
     """Ends a round: all workers get the same list."""
-    number, members = self.round, self._members.values()
+    number = self.round
+    members = sorted(self._members.values(), key=lambda member: member.rank)
     # A worker that has called another step than most sends its message again.
+    # Of as many in two steps, those of the lowest rank are in the round.
     steps = collections.Counter(
       _step_of(sender.body) for sender in members if sender.body
     )
@@ -413,7 +415,7 @@ class Rounds:
         # One that is often late is waited for in ever fewer rounds.
         member.missed += 1
     if missing:
-      self._say('round %d without %s', number, sorted(missing))
+      self._say('round %d without %s', number, missing)
     if frames.changes_state(step[1]):
       self._then = self._next_step()
     closed = frames.packed(messages, self._then)

@@ -336,6 +336,20 @@ def test_the_table_has_all_events():
   assert {event for _, event, *_ in table()} == set(EVENTS)
 
 
+def test_as_many_in_two_steps():
+  """That of the lowest rank, whoever came first."""
+  desk = Desk()
+  for worker in reversed(desk.workers[:2]):
+    worker.hello()
+  desk.wait(301)
+  for worker in desk.workers[:2]:
+    worker.follow()
+  desk.others[0].message(EVALUATE)
+  desk.one.message(TRAIN)
+  assert [worker.answers[-1] for worker in desk.workers[:2]] == ['LIST'] * 2
+  assert desk.place() == 'awaited'
+
+
 @pytest.mark.parametrize('old_lives', (True, False))
 def test_a_worker_that_is_started_again_at_once(old_lives, caplog):
   """Its new program gets in when the old one is silent, or else is refused."""
