@@ -100,7 +100,8 @@ class Relay:
     if self._ranks:
       key_rank = self._ranks.get(str(received[1].get('User-Id')), -1)
     identity, *rest = [frame.bytes for frame in received]
-    self._identities[received[0].get(zmq.SRCFD)] = identity
+    with contextlib.suppress(zmq.ZMQError):  # who speaks an old protocol
+      self._identities[received[0].get(zmq.SRCFD)] = identity
     self.rounds.take(identity, key_rank, *rest)
 
   def _note_ends(self) -> None:

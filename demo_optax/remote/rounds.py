@@ -19,11 +19,11 @@ sends is in capitals, see `frames`.
     awaited  MESSAGE                           -        sent
     awaited  LISTEN                            AGAIN    awaited
     awaited  PAUSE                             -        idle
-    awaited  a second without a connection     -        idle
+    awaited  a second of the round, cut off    -        idle
     awaited  the deadline passes               -        idle
     awaited  MESSAGE of another position       GONE     awaited
     sent     PAUSE                             -        sent
-    sent     a second without a connection     -        sent
+    sent     a second of the round, cut off    -        sent
     sent     LISTEN                            -        sent
     sent     all have sent                     LIST     awaited
     sent     the deadline passes               LIST     awaited
@@ -46,7 +46,7 @@ sends is in capitals, see `frames`.
 The run begins when all workers are there, or `start` seconds after the first
 one, with what most of them exchange, and from the position with the most rounds
 or steps. A late message is answered with the list of its round, which does not
-contain it. So a worker that is cut off costs the others one deadline, or a
+contain it. So a worker that falls silent costs the others one deadline, or a
 second if its connection ends, as that of a killed program. A worker that was
 late by less than a round is waited for in the next one, if it was not late
 often.
@@ -80,7 +80,7 @@ CHECK_EVERY = 64
 # median rounds, and the fewest seconds.
 _ROUNDS, _SECONDS = 5, 2.0
 
-_RECONNECT = 1.0  # seconds in which a connection may be made again
+_RECONNECT = 1.0  # seconds of a round that wait for a new connection
 
 _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
@@ -135,7 +135,7 @@ class _Member:
   asked: int = -1  # the last round whose list it has asked for
   joins: bool = False  # whether a state and lists are kept for it
   missed: int = 0  # rounds that have waited for it in vain
-  ended: float = math.inf  # when its connection ended, if it has no new one
+  ended: float = math.inf  # when its connection ended, if no other was heard
 
   @property
   def rank(self) -> int:
@@ -221,7 +221,9 @@ class Rounds:
     elif member is None:
       self._send(identity, Header(frames.UNKNOWN))
     else:
-      member.heard, member.ended = now, math.inf
+      member.heard = now
+      if identity != member.identity:  # else it was on its way as that ended
+        member.ended = math.inf
       if self._text:
         self._act(member, identity, header, *bodies)
 
@@ -255,15 +257,16 @@ class Rounds:
       if self._members:
         self._gather(now)
       return
-    has_begun, is_complete = False, True
+    has_begun = any(member.body for member in self._members.values())
+    is_complete = True
     for key, member in list(self._members.items()):
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
-      if now - member.ended > _RECONNECT:
+      # From the first message: who computes says nothing over a new connection.
+      if has_begun and now - max(member.ended, self._began) > _RECONNECT:
         member.awaited = member.awaited and bool(member.body)
-      has_begun |= bool(member.body)
       is_complete &= bool(member.body) or not member.awaited
     seconds = now - self._began
     if has_begun and (is_complete or seconds > self._limit):

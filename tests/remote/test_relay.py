@@ -232,6 +232,24 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   assert any('refused' in r.message for r in caplog.records)
 
 
+@pytest.mark.parametrize(
+  'data',
+  [
+    b'\1\0\6\0hello',  # ZMTP 1.0
+    b'\xff' + bytes(8) + b'\x7f\1\5\0\0\0\5hello',  # 2.0
+    b'GET / HTTP/1.1\r\n\r\n',
+    bytes(range(256)) * 16,
+  ],
+)
+def test_who_speaks_another_protocol(joined, rounds, data):
+  port = int(joined.address.rpartition(':')[2])
+  with socket.create_connection(('127.0.0.1', port)) as stranger:
+    stranger.sendall(data)
+    time.sleep(0.1)
+    rounds.round()
+  assert joined.thread.is_alive()
+
+
 def test_messages_of_another_round_or_size(rounds, joined):
   """Replayed, too early, or not as long as those of the others."""
   link, other = rounds.links[1], raw(joined)

@@ -1,5 +1,6 @@
 """The rounds of a relay without connections, by a clock that the test moves."""
 
+import math
 import os
 import random
 import tempfile
@@ -296,8 +297,10 @@ EVENTS = {
   'PULL': lambda desk: desk.one.pull(),
   'PULL without a state': lambda desk: desk.one.pull(),
   'PULL of a state': pull_of_a_state,
-  'a second without a connection': both(
-    connection_ends, lambda desk: desk.wait(1.1)
+  'a second of the round, cut off': both(
+    connection_ends,
+    lambda desk: desk.others[0].message(),
+    lambda desk: desk.wait(1.1),
   ),
   'that HELLO, the connection ended': that_hello_after_its_end,
   'the deadline passes': deadline_passes,
@@ -334,6 +337,29 @@ def test_the_table(row):
 
 def test_the_table_has_all_events():
   assert {event for _, event, *_ in table()} == set(EVENTS)
+
+
+def test_all_that_are_cut_off_while_they_compute():
+  """A new connection is seen with its first message: the round waits."""
+  desk = Desk()
+  awaited(desk)
+  for worker in desk.workers:
+    desk.rounds.lose(worker.program)
+  desk.wait(5)
+  for worker in desk.workers:
+    worker.message()
+  assert [worker.answers for worker in desk.workers] == [
+    ['WELCOME', 'LIST']
+  ] * 3
+  assert all(member.awaited for member in desk.rounds._members.values())
+
+
+def test_an_end_that_overtakes_a_message():
+  desk = Desk()
+  sent(desk)
+  desk.rounds.lose(desk.one.program)
+  desk.one.send(frames.LISTEN)
+  assert desk.rounds._members[0].ended < math.inf
 
 
 def test_as_many_in_two_steps():
