@@ -265,13 +265,7 @@ def place(
     array.role is not Role.STACKED
     or value.sharding.is_equivalent_to(target, value.ndim)
   ):
-    if not workers.is_explicit:
-      return value
-    # Where types have specs, P() and P(None) are two, and results of a step
-    # have the longer one: it would be compiled for both.
-    spec = value.sharding.spec
-    full_spec = P(*spec, *[None] * (value.ndim - len(spec)))
-    target = workers.sharding(full_spec)
+    return value
   return put(value, target)
 
 

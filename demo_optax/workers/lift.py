@@ -110,28 +110,21 @@ def _simulate(
     axes = [axis for axis in axes if axis not in outer]
     return axes.index(name) if name in axes else None
 
-  def mapped(
-    number: jax.Array,
-    *own: Any,
-  ) -> Any:
-    del number  # something has to be mapped over every axis
-    return fun(*own)
-
+  mapped = fun
   for name in reversed(axis_names):
     # out_axes=None holds because what was gathered is the same for all:
     # merging is done once, not once per worker.
     axis_in = functools.partial(axis_of, name)
     mapped = jax.vmap(
       mapped,
-      in_axes=(0, *jax.tree.map(axis_in, in_specs)),
+      in_axes=jax.tree.map(axis_in, in_specs),
       out_axes=jax.tree.map(axis_in, out_specs),
       axis_name=name,
       axis_size=axis_sizes[name],
     )
-  numbers = jnp.zeros([*axis_sizes.values()], jnp.int32)  # [workers, *devices]
   to_blocks = functools.partial(_to_blocks, axis_sizes)
   blocks = jax.tree.map(to_blocks, in_specs, args)
-  results = mapped(numbers, *blocks)
+  results = mapped(*blocks)
   return jax.tree.map(_from_blocks, out_specs, results)
 
 
@@ -308,7 +301,6 @@ def split_rows(
   # A batch may be spread over the devices of a worker as well, and stays so.
   axis, former = workers.axis_name, jax.typeof(x).sharding.spec
   inner = tuple(name for name in entry(former, 0) if name != axis)
-  x = reshard(workers, x, P((axis, *inner), *former[1:]))
   spec = P(axis, inner or None, *former[1:])
   return x.reshape(shape, out_sharding=workers.sharding(spec))
 
