@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from demo_optax._paths import Keys, dotted
 
-# Where a state of `local_updates` has parameters: those of the worker, those
-# that all share, and where the worker's started, if they drift.
+# Where a state of `local_updates` has parameters: those that all share, those
+# of the worker, and where the worker's started, if they drift.
 _SHARED, _OWN = 'global_params', ('worker_stacked', 'params')
-_START = 'worker_stacked', 'start'
+_COPIES = (_SHARED,), _OWN, ('worker_stacked', 'start')
 
 
 def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
@@ -32,16 +32,19 @@ def find(arrays: Sequence[Any]) -> dict[int, list[int]]:
   for state, params in _states(numbers).items():
     model = _model_of(state, params, numbers)
     for param in params:
-      copies = [(*state, *part, *param) for part in ((_SHARED,), _OWN, _START)]
-      number = numbers[*model, *param]
-      copies_of[number] = [numbers[keys] for keys in copies if keys in numbers]
+      copies = []
+      for place in _COPIES:
+        keys = *state, *place, *param
+        if keys in numbers:
+          copies.append(numbers[keys])
+      copies_of[numbers[*model, *param]] = copies
   return copies_of
 
 
 def enter(
-  params: Mapping[int, Sequence[int]],
+  copies_of: Mapping[int, Sequence[int]],
   arrays: list[jax.Array],
-  known: Sequence[Any],
+  described: Sequence[Any],
 ) -> None:
   """Puts the worker's own copies where the parameters are.
 
@@ -50,17 +53,18 @@ def enter(
   """
   # One flag for all: weights are loaded as a whole.
   changed = jnp.zeros((), bool)
-  for number, (shared, own, *_) in params.items():
+  for number, (shared, own, *_) in copies_of.items():
     given, former = arrays[number], arrays[own]
     if (given.shape, given.dtype) != (former.shape, former.dtype):
       raise ValueError(
-        f'{known[number].name} must be {former.dtype}{list(former.shape)} as in'
-        f' the state of local_updates, got {given.dtype}{list(given.shape)}.'
-        ' Make the state with tx.init of these parameters.'
+        f'{described[number].name} must be {former.dtype}{list(former.shape)}'
+        ' as in the state of local_updates, got'
+        f' {given.dtype}{list(given.shape)}. Make the state with tx.init of'
+        ' these parameters.'
       )
     changed |= jnp.any(given != arrays[shared].astype(given.dtype))
   # Also the one that all share, and where the worker's started.
-  for number, copies in params.items():
+  for number, copies in copies_of.items():
     given = arrays[number]
     for copy in copies:
       former = arrays[copy]
@@ -72,28 +76,28 @@ def _states(numbers: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   """Returns the parameters' paths in each state that has own copies."""
   # A state is known by two fields beside each other.
   params_of = collections.defaultdict(list)
-  for path in numbers:
-    if _SHARED in path:
-      place = path.index(_SHARED)
-      root, param = path[:place], path[place + 1 :]
-      if (*root, *_OWN, *param) in numbers:
-        params_of[root].append(param)
+  for keys in numbers:
+    if _SHARED in keys:
+      place = keys.index(_SHARED)
+      state, param = keys[:place], keys[place + 1 :]
+      if (*state, *_OWN, *param) in numbers:
+        params_of[state].append(param)
   return params_of
 
 
 def _model_of(
-  root: Keys,
+  state: Keys,
   params: Sequence[Keys],
   numbers: Mapping[Keys, int],
 ) -> Keys:
   """Returns where the model is that has a state's parameters."""
   # A model has all parameters of the state, below one path.
   models = set()
-  for path in numbers:
-    start = path[: len(path) - len(params[0])]
-    is_in_state = start[: len(root)] == root
-    if not is_in_state and all((*start, *param) in numbers for param in params):
-      models.add(start)
+  for keys in numbers:
+    model = keys[: len(keys) - len(params[0])]
+    is_whole = all((*model, *param) in numbers for param in params)
+    if is_whole and model[: len(state)] != state:
+      models.add(model)
   if len(models) != 1:
     names = ', '.join(sorted(map(dotted, models))) or 'none'
     listed = textwrap.shorten(', '.join(map(dotted, params)), 200)

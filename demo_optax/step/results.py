@@ -64,12 +64,12 @@ class Result:
   Attributes:
     keys: its path, from `result` or from an argument's name.
     role: see `Role`.
-    at: the number that the argument's array has whose next value it is.
+    continues: the number of the argument's array whose next value it is.
   """
 
   keys: Keys
   role: Role
-  at: int | None
+  continues: int | None
 
 
 @jax.tree_util.register_static
@@ -94,7 +94,11 @@ class Returned:
 
     Momentum is not shared.
     """
-    return [None if x.role is Role.STACKED else x.at for x in self.results]
+    nexts = []
+    for result in self.results:
+      is_shared = result.role is not Role.STACKED
+      nexts.append(result.continues if is_shared else None)
+    return nexts
 
 
 def collect(
@@ -118,40 +122,40 @@ def collect(
     )
   marked = leaves_of({'result': returned}, _is_rows)
   returned = jax.tree.map(_without_mark, returned, is_leaf=_is_rows)
+  values, treedef = jax.tree.flatten(returned)
   # In the same order: each array, the argument it continues, what Flax says.
   nexts, from_flax = _next_values(call, returned), modules.roles_of(returned)
   results = []
-  for (keys, leaf), at, role in zip(marked, nexts, from_flax):
-    results.append(Result(keys, _role(keys, leaf, role, at), at))
-  values = [_without_mark(leaf) for _, leaf in marked]
-  start = len(call.arrays) - len(variables)  # where variables are
-  for at, leaf in enumerate(variables, start):
-    array = call.arrays[at]
-    role = _role(array.keys, leaf, array.role, at)
-    results.append(Result(array.keys, role, at))
-    values.append(leaf)
+  for (keys, leaf), continues, said in zip(marked, nexts, from_flax):
+    role = _role(keys, leaf, said, continues)
+    results.append(Result(keys, role, continues))
+  # Variables are the last among the arguments, too.
+  values += variables
+  start = len(call.arrays) - len(variables)
+  for number, array in enumerate(call.arrays[start:], start):
+    results.append(Result(array.keys, array.role, number))
   # The model that is returned is the one that all workers share.
-  copies = own_params.find(results)
-  for number, (shared, *_) in copies.items():
+  for number, copies in own_params.find(results).items():
+    shared = values[copies[0]]
     results[number].role = Role.SHARED
-    values[number] = values[shared].astype(values[number].dtype)
+    values[number] = shared.astype(values[number].dtype)
   # Python's numbers become arrays, as from jax.jit.
-  form = Form(jax.tree.structure(returned), structure)
-  return [*map(jnp.asarray, values)], Returned(results, form)
+  arrays = [*map(jnp.asarray, values)]
+  return arrays, Returned(results, Form(treedef, structure))
 
 
 def settle(
   call: Call,
   result: Result,
   value: jax.Array,
-  old: Any,
+  former: Any,
   origin: Origin,
   axis: collectives.Axis,
 ) -> jax.Array:
   """Makes a result from what each worker returns.
 
   Rows have their axis first; what is the worker's own stays as it is. All else
-  is made equal on all workers. `old` is the argument whose next value it is.
+  is made equal on all workers. `former` is the argument that it continues.
   """
   # Whether or not it differs.
   match result.role:
@@ -162,7 +166,7 @@ def settle(
       return jnp.moveaxis(value, call.axis, 0)
     case Role.ADDED if Origin.TOTAL in origin:
       # Each worker has added to the same total.
-      return old + collectives.total(value - old, axis)
+      return former + collectives.total(value - former, axis)
     case Role.ADDED if origin.differs:
       raise ValueError(
         'A metric that a step adds to must not be reset in the step, got'
@@ -176,7 +180,7 @@ def settle(
       return collectives.first(value, axis)
     case Role.STATISTICS if is_inexact(value):
       # Statistics of a worker that saw a NaN would stay NaN for ever.
-      return collectives.mean_finite(value, axis, old)
+      return collectives.mean_finite(value, axis, former)
     case Role.MEAN:
       return collectives.mean_finite(value, axis)
   name = f'The {dotted(result.keys)}, {value.dtype}{list(value.shape)},'
@@ -207,7 +211,7 @@ def hold(
   """Returns a result where it belongs."""
   # Without types XLA would choose, and the next call compile again.
   types_say_it = workers.mesh is None or workers.is_explicit
-  is_state = result.at is not None or result.role is Role.STACKED
+  is_state = result.continues is not None or result.role is Role.STACKED
   if types_say_it or (value.ndim and not is_state):
     return value
   sharding = workers.sharding(workers.spec(result.keys, value.shape))
@@ -222,11 +226,11 @@ def _role(
   keys: Keys,
   value: Any,
   said: Role | None,
-  at: int | None,
+  continues: int | None,
 ) -> Role:
   """Returns a result's role; `said` is what its variable's class says."""
   role = role_of(keys, value, said, isinstance(value, Rows))
-  if at is not None or role not in (Role.SHARED, Role.ADDED):
+  if continues is not None or role not in (Role.SHARED, Role.ADDED):
     return role
   # No argument's next value: a loss, or what must be equal.
   is_loss = said is None and is_inexact(value) and not np.shape(value)
@@ -250,8 +254,7 @@ def _next_values(
 
   for part in jax.tree.leaves(returned, is_leaf=is_whole):
     form = form_of(part)
-    _, shapes = form
-    starts = call.states.get(form, [])
+    shapes, starts = form[1], call.states.get(form, [])
     is_loss = shapes == ((),)  # any has the form of a single scalar
     if not starts or is_loss:
       nexts += [None] * len(shapes)

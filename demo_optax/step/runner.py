@@ -101,10 +101,6 @@ class Runner:
       return self._run_alone(Workers.on_axis(axis), index, parts)
 
     specs = Parts(P(axis), P())
-    # Explicit types must say where arrays are before a map takes them.
-    placed = []
-    for spec, arrays in zip(specs, parts):
-      placed.append([lift.reshard(workers, array, spec) for array in arrays])
     return jax.shard_map(
       one_device,
       mesh=workers.mesh,
@@ -113,7 +109,7 @@ class Runner:
       # Types do not know that parameters stay equal which each worker
       # differentiates alone; `variation.Follower` does.
       check_vma=False,
-    )(Parts(*placed))
+    )(parts)
 
   def _run_mapped(self, parts: Parts) -> _Settled:
     """Runs the step under `jax.vmap`."""
@@ -161,22 +157,20 @@ class Runner:
         values = run_in_turn(closed, follower, given)
       else:
         values = core.jaxpr_as_fun(closed)(*given)
-    # A variable that a step returns as it was is an input of its program.
-    inputs_at = {}
-    for number, variable in enumerate(closed.jaxpr.invars):
-      inputs_at[id(variable)] = number
+    # By identity, since constants among the outputs cannot be hashed.
+    inputs = dict(zip(map(id, closed.jaxpr.invars), arrays))
     for number, result in enumerate(returned.results):
-      value, aval = values[number], closed.out_avals[number]
+      value, variable = values[number], closed.jaxpr.outvars[number]
       if isinstance(value, int | float | complex):  # a constant
-        value = jnp.asarray(value, aval.dtype)
-      unchanged = inputs_at.get(id(closed.jaxpr.outvars[number]))
-      if result.role is Role.KEY and unchanged is not None:
-        values[number] = arrays[unchanged]  # the next step folds it again
+        value = jnp.asarray(value, variable.aval.dtype)
+      if result.role is Role.KEY and id(variable) in inputs:
+        # Returned as it was: the next step folds it again.
+        values[number] = inputs[id(variable)]
         continue
       # The argument that the result continues, such as statistics.
       former = None
-      if result.at is not None:
-        former = arrays[result.at]
+      if result.continues is not None:
+        former = arrays[result.continues]
       values[number] = results.settle(
         call, result, value, former, origins[number], axis
       )
