@@ -112,7 +112,7 @@ class Group:
   ) -> jax.Array:
     """Returns a sum or minimum over the devices in this worker."""
     # Not over an axis that nothing is spread over: it would be a collective.
-    names = tuple(name for name, _ in self.inner)
+    names = tuple(dict(self.inner))
     return reduce(vary(array, *names), names) if names else array
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
@@ -132,7 +132,7 @@ class Group:
 
     From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
-    for axis_name, _ in reversed(self.inner):
+    for axis_name in reversed(dict(self.inner)):
       if axis_name in axes:
         # From [devices, rows, ...] along one axis.
         array = jax.lax.collapse(gather(array, axis_name), 0, 2)

@@ -264,22 +264,22 @@ def _call_stacked(
 ) -> tuple[Any, Any]:
   """Calls an update for all workers from the mapped step for one."""
   treedef = jax.tree.structure(given)
+  arrays: dict[int, jax.Array] = {}
   # By leaf. Some hyperparameters are numbers, which the rule closes over: it
   # must not hold tracers.
+  constants: list[Any] = []
   is_own: list[bool] = []
-  arrays: dict[int, jax.Array] = {}
-  constants: dict[int, Any] = {}
+  # By leaf of the updates and the state, which come back: they are given first.
+  outputs: list[bool] = []
   for number, (keys, leaf) in enumerate(leaves_of(given)):
-    is_update = keys[0] == 0
-    is_own.append(is_update or is_stacked(keys))
+    argument, has_axis = keys[0], is_stacked(keys)
+    is_own.append(has_axis or argument == 0)
+    if argument < 2:
+      outputs.append(has_axis)
     if _is_array(leaf):
       arrays[number] = leaf
-    else:
-      constants[number] = leaf
-  # By leaf of the updates and the state, which come back: they are given first.
-  updates, state = given[:2]
-  outputs = [False] * len(jax.tree.leaves(updates))
-  outputs += [is_stacked(keys) for keys, _ in leaves_of(state)]
+      leaf = None
+    constants.append(leaf)
 
   def rule(
     size: int,
@@ -289,14 +289,12 @@ def _call_stacked(
   ) -> tuple[list[jax.Array], list[bool]]:
     del index
     # Updates to [workers, ...], momentum to [workers, rows, n].
-    everyones = dict(constants)
+    everyones = list(constants)
     for number, leaf in arrays.items():
       if is_own[number] and not batched[1][number]:  # of an unused parameter
         leaf = jnp.broadcast_to(leaf, (size, *leaf.shape))
       everyones[number] = leaf
-    in_order = map(everyones.get, range(len(is_own)))
-    trees = treedef.unflatten(in_order)
-    updated = update(*trees, workers)
+    updated = update(*treedef.unflatten(everyones), workers)
     return jax.tree.leaves(updated), outputs
 
   # The number is mapped wherever this is reached, so that the rule is called.

@@ -55,16 +55,11 @@ class ParamSpecs:
     cls,
     specs: chex.ArrayTree,
     axis_sizes: Mapping[str, int],
-    worker_axis: str,
   ) -> 'ParamSpecs':
     """Checks a tree with `PartitionSpec`s; see `Workers.on_mesh`."""
-
-    def is_spec(x: object) -> bool:
-      return x is None or isinstance(x, P)
-
     checked = []
     known = ', '.join(axis_sizes) or 'none'
-    for keys, spec in leaves_of(specs, is_spec):
+    for keys, spec in leaves_of(specs, lambda x: isinstance(x, P | None)):
       name = dotted(keys) if keys else 'all parameters'
       if spec is None:
         spec = P()
@@ -78,8 +73,8 @@ class ParamSpecs:
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(
           f'The spec of {name} must name axes inside a worker'
-          f' ({known}), each once, got {spec}. Over the worker axis,'
-          f' {worker_axis!r}, parameters are replicated.'
+          f' ({known}), each once, got {spec}. Over the worker axis'
+          ' parameters are replicated.'
         )
       checked.append((keys, keep(spec, names)))
     spread = [(name, size) for name, size in axis_sizes.items() if size > 1]
@@ -94,12 +89,12 @@ class ParamSpecs:
   @property
   def axes(self) -> tuple[str, ...]:
     """The names in `axis_sizes`."""
-    return tuple(name for name, _ in self.axis_sizes)
+    return tuple(dict(self.axis_sizes))
 
   @property
   def devices(self) -> int:
     """How many devices a worker has."""
-    return math.prod(size for _, size in self.axis_sizes)
+    return math.prod(dict(self.axis_sizes).values())
 
   @property
   def bucket_spec(self) -> P:

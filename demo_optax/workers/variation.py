@@ -173,10 +173,10 @@ class Follower:
     """
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
-      before = self._num_exchanges
+      num_before = self._num_exchanges
       outputs = self._outputs(eqn, _origins_of(known, eqn.invars))
       known.update(zip(eqn.outvars, outputs))
-      if self._num_exchanges > before:
+      if self._num_exchanges > num_before:
         self.waiting.add(eqn)
     for variable, origin in known.items():  # a program may be called again
       self.found[variable] = self.found.get(variable, _SAME) | origin
@@ -240,9 +240,9 @@ class Follower:
   def _loop(
     self,
     body: Jaxpr,
-    before: Origins,
+    constants: Origins,
     carry: Origins,
-    after: Origins,
+    scanned: Origins,
   ) -> Origins:
     """Returns the origins for a loop's outputs, at the fixed point."""
     # Checks wait: what is carried is not known to differ yet.
@@ -251,11 +251,11 @@ class Follower:
     former: Origins = []
     while former != carry:
       former = carry
-      outputs = self.follow(body, [*before, *carry, *after])
+      outputs = self.follow(body, [*constants, *carry, *scanned])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
     # Origins only grow, so that this ends. Now they are all there.
     self._checks = did_check
-    outputs = self.follow(body, [*before, *carry, *after])
+    outputs = self.follow(body, [*constants, *carry, *scanned])
     return [*carry, *outputs[len(carry) :]]
 
   def _scan(
@@ -263,7 +263,7 @@ class Follower:
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
-    body, before = eqn.params['jaxpr'].jaxpr, self._num_exchanges
+    body, num_before = eqn.params['jaxpr'].jaxpr, self._num_exchanges
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
     num_carry = _num_equal(eqn.outvars, body.outvars)
@@ -273,7 +273,7 @@ class Follower:
     turns = [_joined([origin]) for origin in scanned]
     outputs = self._loop(body, inputs[:num_consts], carry, turns)
     has_rows = any(Origin.ROWS in origin for origin in scanned)
-    if has_rows and self._num_exchanges > before:
+    if has_rows and self._num_exchanges > num_before:
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -288,7 +288,7 @@ class Follower:
     eqn: JaxprEqn,
     inputs: Origins,
   ) -> Origins:
-    before, num_cond = self._num_exchanges, eqn.params['cond_nconsts']
+    num_before, num_cond = self._num_exchanges, eqn.params['cond_nconsts']
     num_consts = num_cond + eqn.params['body_nconsts']
     body = eqn.params['body_jaxpr'].jaxpr
     carry = inputs[num_consts:]
@@ -296,7 +296,7 @@ class Follower:
     program = eqn.params['cond_jaxpr'].jaxpr
     (condition,) = self.follow(program, [*inputs[:num_cond], *carry])
     # If it is a worker's own, workers leave the loop at different times.
-    self._check_common(condition, before)
+    self._check_common(condition, num_before)
     return [_joined([origin, condition]) for origin in carry]
 
   def _cond(
@@ -306,19 +306,19 @@ class Follower:
   ) -> Origins:
     # A worker's own branch makes all of its results the worker's own.
     condition, *operands = inputs
-    before, outputs = self._num_exchanges, []
+    num_before, outputs = self._num_exchanges, []
     for branch in eqn.params['branches']:
       outputs.append(self.follow(branch.jaxpr, operands))
-    self._check_common(condition, before)
+    self._check_common(condition, num_before)
     return [_joined([condition, *several]) for several in zip(*outputs)]
 
   def _check_common(
     self,
     condition: Origin,
-    before: int,
+    num_before: int,
   ) -> None:
-    """Raises if only some workers would communicate: exchange as `before`."""
-    if condition.differs and self._num_exchanges > before:
+    """Raises if only some workers would exchange, more than `num_before`."""
+    if condition.differs and self._num_exchanges > num_before:
       raise ValueError(
         'The condition of jax.lax.cond or of a loop around an exchange, or'
         ' around over_workers, must be the same on all workers, got one that'

@@ -94,7 +94,7 @@ class Workers:
     states are as on that mesh.
     """
     _checks.check_positive('num_workers', num_workers)
-    specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
+    specs = ParamSpecs.of(param_specs, axis_sizes or {})
     return cls(
       'simulated', 'workers', num_workers, None, specs, sequential=sequential
     )
@@ -143,7 +143,7 @@ class Workers:
     # All other axes are inside a worker.
     inner_sizes = dict(mesh.shape)
     del inner_sizes[axis_name]
-    specs = ParamSpecs.of(param_specs, inner_sizes, axis_name)
+    specs = ParamSpecs.of(param_specs, inner_sizes)
     return cls('on_mesh', axis_name, mesh.shape[axis_name], mesh, specs)
 
   @classmethod
@@ -221,7 +221,7 @@ class Workers:
         f'mesh must have axes of type Auto, got {mesh}. Make it with'
         ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
       )
-    specs = ParamSpecs.of(param_specs, inner_sizes, 'workers')
+    specs = ParamSpecs.of(param_specs, inner_sizes)
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:

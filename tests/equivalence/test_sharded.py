@@ -489,7 +489,7 @@ def mixed_axis_types():
       (
         lambda spec=spec: on_2d({'w': spec}),
         ValueError,
-        r"w must name .* \(fsdp\), each once, got.*worker axis, 'replica'",
+        r'w must name .* \(fsdp\), each once, got.*Over the worker axis',
       )
       for spec in (
         P('replica'),
