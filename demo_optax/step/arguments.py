@@ -258,15 +258,14 @@ def place(
     # A count of 0 in a state gets the dtype of those that a step returns, or
     # the step would be compiled for both.
     value = np.asarray(value, array.type.dtype)
-  target = array.sharding
-  if target is None or isinstance(value, jax.core.Tracer):
+  if array.sharding is None or isinstance(value, jax.core.Tracer):
     return value
   if is_on(workers.mesh, value) and (
     array.role is not Role.STACKED
-    or value.sharding.is_equivalent_to(target, value.ndim)
+    or value.sharding.is_equivalent_to(array.sharding, value.ndim)
   ):
     return value
-  return put(value, target)
+  return put(value, array.sharding)
 
 
 def _check_stacked(

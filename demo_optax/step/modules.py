@@ -91,7 +91,7 @@ def check_variables(
       path = (*keys, name)
       if isinstance(value, jax.core.Tracer) and path not in paths_before:
         changed.add(path)  # in a plain attribute
-  if changed or [*paths_after] != [*paths_before]:
+  if changed:
     raise ValueError(
       'A step must not add or remove arrays of its Flax objects, got'
       f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
@@ -101,8 +101,7 @@ def check_variables(
 
 def is_object(x: object) -> bool:
   """Returns whether `x` is an NNX module, optimizer, metric or stream."""
-  nnx = _nnx()
-  return nnx is not None and isinstance(x, nnx.Pytree)
+  return isinstance(x, getattr(_nnx(), 'Pytree', ()))
 
 
 def is_equinox(x: object) -> bool:

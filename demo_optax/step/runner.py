@@ -101,6 +101,8 @@ class Runner:
       return self._run_alone(Workers.on_axis(axis), index, parts)
 
     specs = Parts(P(axis), P())
+    # What workers share may be spread over them: Explicit types would keep it.
+    whole = [lift.reshard(workers, array, P()) for array in parts.equal]
     return jax.shard_map(
       one_device,
       mesh=workers.mesh,
@@ -109,7 +111,7 @@ class Runner:
       # Types do not know that parameters stay equal which each worker
       # differentiates alone; `variation.Follower` does.
       check_vma=False,
-    )(parts)
+    )(Parts(parts.own, whole))
 
   def _run_mapped(self, parts: Parts) -> _Settled:
     """Runs the step under `jax.vmap`."""

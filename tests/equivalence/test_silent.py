@@ -336,9 +336,11 @@ def test_a_step_that_draws_its_batch(workers):
     least = demo_optax.over_workers(x.max(), jnp.min)
     return params, opt_state, key, loss, largest - least
 
-  params = {'w': jnp.zeros(8)}
+  params, table = {'w': jnp.zeros(8)}, np.eye(8, dtype=np.float32)
+  if workers.mesh is not None:  # spread over the workers, as large data is
+    table = jax.device_put(table, workers.sharding(P(workers.axis_name)))
   params, _, key, loss, spread = step(
-    jax.random.key(0), params, tx.init(params), np.eye(8, dtype=np.float32)
+    jax.random.key(0), params, tx.init(params), table
   )
   assert spread > 0 and loss.shape == () and np.any(np.asarray(params['w']))
   with pytest.raises(ValueError, match=r'(?s)differs.*over_workers\(x'):
