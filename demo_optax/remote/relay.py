@@ -52,12 +52,13 @@ class Relay:
       stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
 
-  def serve(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+  def serve(self, should_stop: Callable[[], bool]) -> None:
     """Serves until `should_stop()` is true."""
     with self._closing:
       while not should_stop():
         has_come = self._socket.poll(_TICK)
-        self._note_disconnections()  # first: a new connection may have the same number
+        # First: a new connection may have the number of one that has ended.
+        self._note_disconnections()
         if has_come:
           self._take(self._socket.recv_multipart(copy=False))
         self.rounds.look_at_the_clock()
