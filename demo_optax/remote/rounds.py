@@ -217,7 +217,8 @@ class Rounds:
     header = frames.unpack(head)
     if header is None:
       return self._say('refused: no header of this version')
-    rank, name = header.rank, frames.name_of(header.rank)
+    rank = header.rank
+    name = frames.name_of(rank)
     if key_rank not in (None, rank):
       return self._say('refused: a key that is not that of %s', name)
     key = header.program if rank == frames.FOLLOWER else rank
@@ -439,7 +440,11 @@ class Rounds:
       self._then = self._next_step()
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
-    self._drop_lists()
+    # Lists that nobody can need.
+    kept = self.options.history
+    if self._joining:
+      kept = max(kept, _MAX_LISTS)
+    self._lists.drop(number - kept)
     for member in members:
       member.awaited = _step_of(member.body) == step
       member.body = b''
@@ -464,13 +469,6 @@ class Rounds:
   ) -> None:
     header = Header(frames.LIST, round=number, number=self.round)
     self._send(member.identity, header, *closed)
-
-  def _drop_lists(self) -> None:
-    """Drops lists that nobody can need."""
-    kept = self.options.history
-    if self._joining:
-      kept = max(kept, _MAX_LISTS)
-    self._lists.drop(self.round - 1 - kept)
 
   # The state, for workers that join -------------------------------------------
 
