@@ -117,8 +117,8 @@ class RemoteProgram:
     with traced_configs() as configs:
       make = jax.make_jaxpr(self.run, return_shape=True)
       traced, (_, returned) = make(*arrays, index=np.int32(self._link.rank))
-    # Numbers of the arrays that all workers share, and that a step changes,
-    # with the places of their next values in what it returns.
+    # The arrays that all workers share and that a step changes, by number, and
+    # the places of their next values in what it returns.
     changed = sorted({*returned.nexts} - {None})
     self._nexts = {number: returned.nexts.index(number) for number in changed}
     if configs and not changed:
@@ -138,14 +138,11 @@ class RemoteProgram:
         ' Make one step of them.'
       )
     self._link.shared = self._link.shared or state
-    # Of those that stay, a few numbers may be others in the next step.
     kept = [number for number in self.shared if number not in changed]
-    self._given = [
-      number for number in kept if self._types[number].size <= _FEW and changed
-    ]
-    self._others = [
-      number for number in kept if self._types[number].size > _FEW
-    ]
+    # Small ones may have other values in the next step.
+    small = [number for number in kept if self._types[number].size <= _FEW]
+    self._given = small if changed else []
+    self._others = [number for number in kept if number not in small]
     self._step, self._returned = flat(traced), returned
     if self._link.rank != frames.FOLLOWER:
       self._plan = PartedStep(self._step, self._compiled, donated=self.donated)
@@ -160,6 +157,10 @@ class RemoteProgram:
     """The program that applies lists, without gradients."""
     nexts = [*self._nexts.values()]
     return PartedStep(self._step, self._compiled, nexts, follows=True)
+
+  def _state_in(self, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the arrays that all workers share and that a step changes."""
+    return [arrays[number] for number in self._nexts]
 
   def _tag_step(self, arrays: Sequence[Any]) -> None:
     """Makes messages those of a step with these arguments."""
@@ -233,7 +234,7 @@ class RemoteProgram:
     if link.rank == frames.FOLLOWER:  # it has no state yet
       link.hello(text, b'')
     else:
-      state = [arrays[number] for number in self._nexts]
+      state = self._state_in(arrays)
       link.hello(text, states.digest(state), states.steps_in(state))
     return link.position
 
@@ -294,7 +295,8 @@ class RemoteProgram:
     """Puts another worker's shared state in place of this worker's."""
     state = self._link.state()
     types = [
-      jax.eval_shape(states.data, self._types[number]) for number in self._nexts
+      jax.eval_shape(states.data, array)
+      for array in self._state_in(self._types)
     ]
     for number, array in zip(self._nexts, states.from_bytes(state, types)):
       former, taken = arrays[number], jnp.asarray(array)
@@ -342,24 +344,24 @@ class RemoteProgram:
 
   def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
     """Returns the arrays of all workers, for each array that was sent."""
-    rows = [
-      np.zeros((len(messages), *like.shape), like.dtype) for like in types
-    ]
+    gathered = []  # [workers, ...] each
+    for like in types:
+      gathered.append(np.zeros((len(messages), *like.shape), like.dtype))
     present = np.array([*map(bool, messages)])
     ranks = np.flatnonzero(present).tolist()
     for rank in ranks:
-      received = memoryview(messages[rank])[frames.CHAIN :]
-      for all_rows, array in zip(rows, states.from_bytes(received, types)):
-        all_rows[rank] = array
+      sent = memoryview(messages[rank])[frames.CHAIN :]
+      for rows, array in zip(gathered, states.from_bytes(sent, types)):
+        rows[rank] = array
     included = np.bool(self._link.rank in ranks)
-    return [(all_rows, present, included) for all_rows in rows]
+    return [(rows, present, included) for rows in gathered]
 
   def _gather(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
     """Sends a message of the step; returns all of its round."""
     while True:
       sketch = b''
       if self._nexts and self._link.position.then:
-        sketch = states.sketch([arrays[number] for number in self._nexts])
+        sketch = states.sketch(self._state_in(arrays))
       messages = self._link.gather(body + sketch)
       if not self._is_other(messages):
         return messages
@@ -383,8 +385,9 @@ class RemoteProgram:
         ' one that is right.'
       )
     if follows or self._link.rank not in sketches:
-      own_sketch = states.sketch([arrays[number] for number in self._nexts])
+      own_sketch = states.sketch(self._state_in(arrays))
       sketches = sketches | {self._link.rank: own_sketch}
-    if self._link.rank not in (states.majority(sketches) or [self._link.rank]):
+    with_own = states.majority(sketches)
+    if with_own and self._link.rank not in with_own:
       self._link.part()
     return majority[0]

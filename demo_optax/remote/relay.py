@@ -45,19 +45,20 @@ class Relay:
         self._ask_for_keys(stack, own_keys)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-      self._ends = stack.enter_context(
+      self._disconnections = stack.enter_context(
         self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
       )
       self.rounds = Rounds(options, self._send, clock)
       stack.callback(self.rounds.forget)
       self._closing = stack.pop_all()
 
-  def serve(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+  def serve(self, should_stop: Callable[[], bool]) -> None:
     """Serves until `should_stop()` is true."""
     with self._closing:
       while not should_stop():
         has_come = self._socket.poll(_TICK)
-        self._note_ends()  # first: a new connection may have the same number
+        # First: a new connection may have the number of one that has ended.
+        self._note_disconnections()
         if has_come:
           self._take(self._socket.recv_multipart(copy=False))
         self.rounds.look_at_the_clock()
@@ -104,11 +105,11 @@ class Relay:
       self._identities[received[0].get(zmq.SRCFD)] = identity
     self.rounds.take(identity, key_rank, *rest)
 
-  def _note_ends(self) -> None:
+  def _note_disconnections(self) -> None:
     """Notes which connections have ended, as that of a killed program."""
-    while self._ends.poll(0):
-      number = recv_monitor_message(self._ends)['value']
-      self.rounds.lose(self._identities.pop(number, b''))
+    while self._disconnections.poll(0):
+      number = recv_monitor_message(self._disconnections)['value']
+      self.rounds.note_disconnected(self._identities.pop(number, b''))
 
   def _send(self, identity: bytes, header: Header, *bodies: bytes) -> None:
     # The worker may be gone, or not read.

@@ -135,7 +135,8 @@ class _Member:
   asked: int = -1  # the last round whose list it has asked for
   joins: bool = False  # whether a state and lists are kept for it
   missed: int = 0  # rounds that have waited for it in vain
-  ended: float = math.inf  # when its connection ended, if no other was heard
+  # When its connection ended, if it was not heard over another since.
+  disconnected: float = math.inf
 
   @property
   def rank(self) -> int:
@@ -148,6 +149,11 @@ class _Member:
   @property
   def name(self) -> str:
     return frames.name_of(self.rank)
+
+  @property
+  def is_due(self) -> bool:
+    """Whether the open round cannot close yet, for want of its message."""
+    return self.awaited and not self.body
 
 
 def _step_of(body: bytes) -> tuple[int, bytes]:
@@ -189,8 +195,17 @@ class Rounds:
     self._members: dict[int | bytes, _Member] = {}
     self._lists.drop(self.round)
     self._drop_state()
-    # When the first hello, or message of the round, came; or the round began.
+    # When the first hello came, then the first message of the last round.
     self._began = 0.0
+
+  @property
+  def _by_rank(self) -> list[_Member]:
+    return sorted(self._members.values(), key=lambda member: member.rank)
+
+  @property
+  def _has_message(self) -> bool:
+    """Whether a worker has sent its message of the open round."""
+    return any(member.body for member in self._members.values())
 
   def take(
     self, identity: bytes, key_rank: int | None, head: bytes, *bodies: bytes
@@ -202,13 +217,14 @@ class Rounds:
     header = frames.unpack(head)
     if header is None:
       return self._say('refused: no header of this version')
-    rank, name = header.rank, frames.name_of(header.rank)
-    key = header.program if rank == frames.FOLLOWER else rank
+    rank = header.rank
+    name = frames.name_of(rank)
     if key_rank not in (None, rank):
       return self._say('refused: a key that is not that of %s', name)
+    key = header.program if rank == frames.FOLLOWER else rank
     member, now = self._members.get(key), self._clock()
     if member is not None and member.hello.program != header.program:
-      is_live = now < min(member.heard + _SECONDS, member.ended)
+      is_live = now < min(member.heard + _SECONDS, member.disconnected)
       # Messages of a program that has ended may still be on their way.
       if header.kind != frames.HELLO or (is_live and header.again):
         return self._refuse(identity, _SAME_RANK.format(name))
@@ -222,16 +238,17 @@ class Rounds:
       self._send(identity, Header(frames.UNKNOWN))
     else:
       member.heard = now
-      if identity != member.identity:  # else it was on its way as that ended
-        member.ended = math.inf
+      # Over the same connection it was on its way as that ended.
+      if identity != member.identity:
+        member.disconnected = math.inf
       if self._text:
         self._act(member, identity, header, *bodies)
 
-  def lose(self, identity: bytes) -> None:
-    """Notes that a connection has ended. Its worker may have a new one soon."""
+  def note_disconnected(self, identity: bytes) -> None:
+    """Notes that a connection has ended; its worker may soon have a new one."""
     for member in self._members.values():
       if member.identity == identity:
-        member.ended = self._clock()
+        member.disconnected = self._clock()
 
   def _act(
     self, member: _Member, identity: bytes, header: Header, *bodies: bytes
@@ -246,7 +263,8 @@ class Rounds:
       case frames.PUSH, (part,) if not member.follows:
         self._push(identity, header, part)
       case frames.PAUSE, _:
-        member.awaited = member.awaited and bool(member.body)
+        if member.is_due:
+          member.awaited = False
       case _:
         self._say('refused: %d of kind %d', len(bodies), header.kind)
 
@@ -255,21 +273,21 @@ class Rounds:
     now = self._clock()
     if not self._text:
       if self._members:
-        self._gather(now)
+        self._begin_when_ready(now)
       return
-    has_begun = any(member.body for member in self._members.values())
-    is_complete = True
+    has_message = self._has_message
     for key, member in list(self._members.items()):
       if now - member.heard > _STALE:
         member.joins = False
         if member.follows:
           del self._members[key]
       # From the first message: who computes says nothing over a new connection.
-      if has_begun and now - max(member.ended, self._began) > _RECONNECT:
-        member.awaited = member.awaited and bool(member.body)
-      is_complete &= bool(member.body) or not member.awaited
+      cut_off = now - max(member.disconnected, self._began)
+      if has_message and member.is_due and cut_off > _RECONNECT:
+        member.awaited = False
     seconds = now - self._began
-    if has_begun and (is_complete or seconds > self._limit):
+    is_complete = not any(member.is_due for member in self._members.values())
+    if has_message and (is_complete or seconds > self._limit):
       self._close()
     elif self._joining and seconds > max(self.options.start, 3 * self._limit):
       self._say('all workers have left the run')
@@ -313,7 +331,7 @@ class Rounds:
       )
     return ''
 
-  def _gather(self, now: float) -> None:
+  def _begin_when_ready(self, now: float) -> None:
     """Begins the run if all workers are there, or the time for it is over."""
     members = list(self._members.values())
     texts = collections.Counter(member.text for member in members)
@@ -334,7 +352,7 @@ class Rounds:
   def _begin(self, text: bytes) -> None:
     """Begins a run, or continues one of another relay."""
     self._text = text
-    members = sorted(self._members.values(), key=lambda member: member.rank)
+    members = self._by_rank
     chains = collections.Counter(member.hello.chain for member in members)
 
     def standing(member: _Member) -> tuple[int, int, int]:
@@ -374,7 +392,7 @@ class Rounds:
       return
     is_open = number == self.round
     if body and is_open:
-      if not any(other.body for other in self._members.values()):
+      if not self._has_message:
         now = self._clock()
         self._seconds.append(now - self._began)
         self._began = now
@@ -401,8 +419,7 @@ class Rounds:
 
   def _close(self) -> None:
     """Ends a round: all workers get the same list."""
-    number = self.round
-    members = sorted(self._members.values(), key=lambda member: member.rank)
+    number, members = self.round, self._by_rank
     # A worker that has called another step than most sends its message again.
     # Of as many in two steps, those of the lowest rank are in the round.
     steps = collections.Counter(
@@ -423,7 +440,11 @@ class Rounds:
       self._then = self._next_step()
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
-    self._drop_lists()
+    # Lists that nobody can need.
+    kept = self.options.history
+    if self._joining:
+      kept = max(kept, _MAX_LISTS)
+    self._lists.drop(number - kept)
     for member in members:
       member.awaited = _step_of(member.body) == step
       member.body = b''
@@ -448,13 +469,6 @@ class Rounds:
   ) -> None:
     header = Header(frames.LIST, round=number, number=self.round)
     self._send(member.identity, header, *closed)
-
-  def _drop_lists(self) -> None:
-    """Drops lists that nobody can need."""
-    kept = self.options.history
-    if self._joining:
-      kept = max(kept, _MAX_LISTS)
-    self._lists.drop(self.round - 1 - kept)
 
   # The state, for workers that join -------------------------------------------
 

@@ -84,12 +84,12 @@ class PartedStep:
     values = self._known | dict(zip(self._jaxpr.invars, args))
     *parts, last = self._parts
     for part, meetings in zip(parts, self._rounds):
-      found = part.run(*values_of(values, part.reads))
-      values.update(zip(part.writes, found))
+      outputs = part.run(*values_of(values, part.reads))
+      values.update(zip(part.writes, outputs))
       self._meet(meetings, values, exchange)
-    args = values_of(values, last.reads)
+    inputs = values_of(values, last.reads)
     values.clear()  # drops all other references to donated arrays
-    return list(last.run(*args))
+    return list(last.run(*inputs))
 
   def _meet(
     self,
@@ -98,18 +98,18 @@ class PartedStep:
     exchange: Exchange,
   ) -> None:
     """Exchanges one message, and runs a branch of each `cond`."""
-    meets = [meeting.eqn for meeting in meetings if not meeting.branches]
-    if meets:
+    eqns = [meeting.eqn for meeting in meetings if not meeting.branches]
+    if eqns:
       sent = None
       if not self._follows:
-        sent = values_of(values, [eqn.invars[0] for eqn in meets])
-      for eqn, received in zip(meets, exchange(meets, sent)):
+        sent = values_of(values, [eqn.invars[0] for eqn in eqns])
+      for eqn, received in zip(eqns, exchange(eqns, sent)):
         values.update(zip(eqn.outvars, received))
     for eqn, _, writes, branches in meetings:
       if branches:
         number, *operands = values_of(values, eqn.invars)
-        found = branches[int(number)].run(operands, exchange)
-        values.update(zip(writes, found))
+        outputs = branches[int(number)].run(operands, exchange)
+        values.update(zip(writes, outputs))
 
   def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
     """Returns the equations of each part: one before each round, and the last.
@@ -118,23 +118,21 @@ class PartedStep:
     depend on is computed after it was sent. A constant, which reads nothing, is
     computed in each part that needs it.
     """
-    numbers = _round_numbers(self._jaxpr)
-    last = max(numbers.values(), default=-1) + 1
+    round_of = _round_numbers(self._jaxpr)
+    last = max(round_of.values(), default=-1) + 1
     self._rounds: list[list[_Meeting]] = [[] for _ in range(last)]
     placed: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
-    # In which parts.
+    # The parts that need each variable.
     needed = {variable: {last} for variable in variables(results)}
     for eqn in reversed(self._jaxpr.eqns):
-      reads = variables(eqn.invars)
-      if eqn in numbers:
-        number = numbers[eqn]
+      if eqn in round_of:
+        number = round_of[eqn]
         meeting = self._meeting(eqn, needed)
         self._rounds[number].insert(0, meeting)
         parts, reads = [number], meeting.reads
       else:
-        users = [
-          needed[variable] for variable in eqn.outvars if variable in needed
-        ]
+        reads = variables(eqn.invars)
+        users = [needed.get(variable, ()) for variable in eqn.outvars]
         parts = sorted(set().union(*users))
         if eqn.effects and not self._follows:
           parts.append(last)
@@ -151,20 +149,18 @@ class PartedStep:
   def _cut(self, results: list[Any]) -> list[_Part]:
     """Returns the parts, whose functions return what later ones read."""
     *placed, eqns = self._place(results)
-    run, read = function_of(self._jaxpr, eqns, results)
-    free = {*read} - self._kept - {*variables(results)}
-    parts = [_Part(run, read, results, free)]
-    later = {*read}
+    run, reads = function_of(self._jaxpr, eqns, results)
+    free = {*reads} - self._kept - {*variables(results)}
+    parts = [_Part(run, reads, results, free)]
+    read_later = {*reads}
     for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
       for meeting in meetings:
-        later.update(meeting.reads)
-      writes = [variable for variable in made_by(eqns) if variable in later]
-      run, read = function_of(self._jaxpr, eqns, writes)
-      later.update(read)
-      parts.insert(0, _Part(run, read, writes))
-    for number, part in enumerate(parts):
-      parts[number] = part._replace(run=self._compiled(part))
-    return parts
+        read_later.update(meeting.reads)
+      writes = [made for made in made_by(eqns) if made in read_later]
+      run, reads = function_of(self._jaxpr, eqns, writes)
+      read_later.update(reads)
+      parts.insert(0, _Part(run, reads, writes))
+    return [part._replace(run=self._compiled(part)) for part in parts]
 
   def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
@@ -177,18 +173,14 @@ class PartedStep:
         f' is differentiated, got an exchange inside of {name!r}. Call the'
         ' step once for each exchange.'
       )
-    wanted = [
-      place for place, variable in enumerate(eqn.outvars) if variable in needed
-    ]
-    branches = [
-      PartedStep(flat(branch), self._compiled, wanted, self._follows)
-      for branch in eqn.params['branches']
-    ]
+    writes = [made for made in eqn.outvars if made in needed]
+    wanted = [eqn.outvars.index(made) for made in writes]
     number, *operands = eqn.invars
-    reads = [number]
-    for branch in branches:
+    reads, branches = [number], []
+    for jaxpr in eqn.params['branches']:
+      branch = PartedStep(flat(jaxpr), self._compiled, wanted, self._follows)
       reads += itertools.compress(operands, branch.uses)
-    writes = [eqn.outvars[place] for place in wanted]
+      branches.append(branch)
     return _Meeting(eqn, variables(reads), writes, branches)
 
 
@@ -197,13 +189,13 @@ def jitted(part: _Part, ahead: bool) -> Any:
 
   Results of the last part take over the buffers of what it may overwrite.
   """
-  forms = [
-    _form(variable) for variable in part.writes if variable not in part.reads
+  written = [
+    _type_of(result) for result in part.writes if result not in part.reads
   ]
   donated = []
   for number, variable in enumerate(part.reads):
-    if variable in (part.free or ()) and _form(variable) in forms:
-      forms.remove(_form(variable))
+    if variable in (part.free or ()) and _type_of(variable) in written:
+      written.remove(_type_of(variable))
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
   if ahead:
@@ -217,31 +209,31 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
   Also of those that one which only receives does not need: it must count as the
   others do.
   """
-  depths: dict[Any, int] = {}
-  found: dict[JaxprEqn, int] = {}
+  depths: dict[Any, int] = {}  # exchanges that a variable depends on
+  rounds: dict[JaxprEqn, int] = {}
   for eqn in jaxpr.eqns:
     before = [depths.get(variable, 0) for variable in variables(eqn.invars)]
     depth = max(before, default=0)
     if meetings_in([eqn]):
-      found[eqn] = depth
+      rounds[eqn] = depth
       depth += 1
     depths.update(dict.fromkeys(eqn.outvars, depth))
-  return found
+  return rounds
 
 
 def meetings_in(eqns: Iterable[JaxprEqn]) -> list[str]:
   """Returns the types of what is exchanged, in order, in all branches."""
-  found = []
+  types = []
   for eqn in eqns:
     if eqn.primitive is meet_p:
-      found.append(str(eqn.invars[0].aval))
+      types.append(str(eqn.invars[0].aval))
     for inner in core.jaxprs_in_params(eqn.params):
-      found += meetings_in(inner.eqns)
-  return found
+      types += meetings_in(inner.eqns)
+  return types
 
 
-def _form(v: Any) -> Any:
-  return v.aval.shape, v.aval.dtype
+def _type_of(atom: Any) -> Any:
+  return atom.aval.shape, atom.aval.dtype
 
 
 # Exchanges at the top ---------------------------------------------------------
@@ -261,20 +253,21 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   jaxpr = step.jaxpr
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
-  for is_opened, eqns in itertools.groupby(jaxpr.eqns, _is_opened):
-    some = [*eqns]
+  for is_opened, group in itertools.groupby(jaxpr.eqns, _is_opened):
+    eqns = [*group]
     if not is_opened:
-      made = made_by(some)
-      run, reads = function_of(jaxpr, some, made)
-      values.update(zip(made, run(*values_of(values, reads))))
+      writes = made_by(eqns)
+      run, reads = function_of(jaxpr, eqns, writes)
+      outputs = run(*values_of(values, reads))
+      values.update(zip(writes, outputs))
       continue
-    for eqn in some:
-      found = inputs = values_of(values, eqn.invars)
+    for eqn in eqns:
+      outputs = inputs = values_of(values, eqn.invars)
       if eqn.primitive.name == 'shard_map':
-        found = _replay_on_devices(eqn, inputs)
+        outputs = _replay_on_devices(eqn, inputs)
       elif eqn.primitive is not watch_p:
-        found = _replay(eqn.params['jaxpr'], *inputs)
-      values.update(zip(eqn.outvars, found))
+        outputs = _replay(eqn.params['jaxpr'], *inputs)
+      values.update(zip(eqn.outvars, outputs))
   return values_of(values, jaxpr.outvars)
 
 
@@ -283,7 +276,7 @@ def _is_opened(eqn: JaxprEqn) -> bool:
   return eqn.primitive is watch_p or (is_call and bool(meetings_in([eqn])))
 
 
-def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
+def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
   """Runs a `shard_map` over one worker's devices in parts.
 
   What passes from one part to the next, with messages for other workers between
@@ -294,17 +287,19 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
   specs = dict(zip(body.invars, eqn.params['in_specs']))
   devices = P(mesh.axis_names)
 
-  def compiled(part: _Part) -> Any:
+  def mapped(part: _Part) -> Any:
+    is_last = part.free is not None
+
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      inputs = []
+      reads = []
       for variable, array in zip(part.reads, arrays):
         # From [1, ...] on each device.
-        inputs.append(array if variable in specs else array[0])
-      found = part.run(*inputs)
-      return [array[None] for array in found] if part.free is None else found
+        reads.append(array if variable in specs else array[0])
+      writes = part.run(*reads)
+      return writes if is_last else [array[None] for array in writes]
 
     out_specs = [devices] * len(part.writes)
-    if part.free is not None:
+    if is_last:
       out_specs = list(eqn.params['out_specs'])
     in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     return jax.shard_map(
@@ -316,13 +311,13 @@ def _replay_on_devices(eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
     )
 
   def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
-    found = []
+    received = []
     for eqn, array in zip(eqns, sent or []):  # f32[devices, ...]
       rows, *flags = meet(array, Programs(eqn.params['size']))
       # From f32[workers, devices, ...]; all devices have the same flags.
       to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
-      found.append(to_devices(rows, flags))
-    return found
+      received.append(to_devices(rows, flags))
+    return received
 
-  parts = PartedStep(ClosedJaxpr(body, []), compiled)
-  return parts.run(ins, exchange)
+  parts = PartedStep(ClosedJaxpr(body, []), mapped)
+  return parts.run(inputs, exchange)

@@ -51,13 +51,14 @@ def num_bytes(types: Sequence[Any]) -> int:
 
 
 def from_bytes(
-  found: bytes | memoryview, types: Sequence[Any]
+  joined: bytes | memoryview, types: Sequence[Any]
 ) -> Iterator[np.ndarray]:
   """Reads arrays of these shapes and dtypes, one after the other."""
   start = 0
   for like in types:
-    yield np.frombuffer(found, like.dtype, like.size, start).reshape(like.shape)
-    start += num_bytes([like])
+    numbers = np.frombuffer(joined, like.dtype, like.size, start)
+    yield numbers.reshape(like.shape)
+    start += numbers.nbytes
 
 
 # Comparisons ------------------------------------------------------------------
@@ -65,10 +66,11 @@ def from_bytes(
 
 def steps_in(arrays: Sequence[Any]) -> int:
   """Returns the largest count of steps in a state."""
-  counts = [
-    array for array in arrays if array.dtype == np.int32 and not array.ndim
-  ]
-  return max([int(whole(array)) for array in counts], default=0)
+  most = 0
+  for array in arrays:
+    if array.dtype == np.int32 and not array.ndim:
+      most = max(most, int(whole(array)))
+  return most
 
 
 def digest(arrays: Sequence[Any]) -> bytes:
@@ -106,11 +108,11 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   for array in map(data, arrays):
     start = np.zeros(array.ndim, np.uint32)
     digests.append(packing.digest_block(array, start, array.shape))
-    samples.append(_samples(array))
+    samples.append(_sampled(array))
   return jnp.array(digests), jnp.array(samples)
 
 
-def _samples(x: jax.Array) -> jax.Array:
+def _sampled(x: jax.Array) -> jax.Array:
   """Returns f32[2 + samples]: a scale, the largest number, and some numbers."""
   is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
   if jnp.iscomplexobj(x):
@@ -132,30 +134,30 @@ def majority(sketches: Mapping[int, bytes]) -> list[int]:
   On hardware of one kind arrays agree to the bit, else within a tolerance.
   """
   counts = collections.Counter(sketches.values())
-  by_size = [sent for sent, _ in counts.most_common()]
+  by_size = [sketched for sketched, _ in counts.most_common()]
   largest: list[int] = []
   for center in counts:
     # The center, and of other hardware the largest group that is close to it.
     agreeing: dict[bytes, bytes] = {}  # by hardware
-    for sent in (center, *by_size):
-      if _are_close(center, sent):
-        agreeing.setdefault(sent[: frames.CHAIN], sent)
+    for sketched in (center, *by_size):
+      if _are_close(center, sketched):
+        agreeing.setdefault(sketched[: frames.CHAIN], sketched)
     groups = agreeing.values()
-    ranks = [rank for rank, sent in sketches.items() if sent in groups]
+    ranks = [rank for rank, sketched in sketches.items() if sketched in groups]
     largest = max(largest, ranks, key=len)
   return largest if 2 * len(largest) > len(sketches) else []
 
 
 def _are_close(one: bytes, other: bytes) -> bool:
   """Returns whether samples are equal, but for rounding. NaN never is."""
-  a, b = _samples_of(one), _samples_of(other)
-  scale = np.maximum(a[:, :1], b[:, :1])
+  ours, theirs = _samples_of(one), _samples_of(other)
+  scales = np.maximum(ours[:, :1], theirs[:, :1])
   with np.errstate(invalid='ignore', over='ignore'):  # of infinite numbers
-    is_close = np.abs(a - b) <= _TOLERANCE * scale
-  return bool(np.all((a == b) | is_close))
+    is_close = np.abs(ours - theirs) <= _TOLERANCE * scales
+  return bool(np.all((ours == theirs) | is_close))
 
 
-def _samples_of(sent: bytes) -> np.ndarray:
+def _samples_of(sketched: bytes) -> np.ndarray:
   """Returns the samples in a sketch, f32[arrays, 2 + samples]."""
-  numbers = np.frombuffer(sent, np.float32, offset=2 * frames.CHAIN)
+  numbers = np.frombuffer(sketched, np.float32, offset=2 * frames.CHAIN)
   return numbers.reshape(-1, 2 + _SAMPLE)

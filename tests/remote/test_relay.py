@@ -133,7 +133,7 @@ def test_a_killed_worker_costs_a_second(rounds, joined):
   killed.close()
 
   def is_noticed(members):
-    ended = [m.rank for m in members if m.ended < math.inf]
+    ended = [m.rank for m in members if m.disconnected < math.inf]
     return ended == [2] and sum(bool(m.body) for m in members) == 2
 
   thread = threading.Thread(target=pass_when, args=(joined, is_noticed, 1.1))

@@ -165,7 +165,7 @@ def hello_of_another_program(desk, last_word=True):
 
 
 def connection_ends(desk):
-  desk.rounds.lose(desk.one.program)
+  desk.rounds.note_disconnected(desk.one.program)
 
 
 def that_hello_after_its_end(desk):
@@ -344,7 +344,7 @@ def test_all_that_are_cut_off_while_they_compute():
   desk = Desk()
   awaited(desk)
   for worker in desk.workers:
-    desk.rounds.lose(worker.program)
+    desk.rounds.note_disconnected(worker.program)
   desk.wait(5)
   for worker in desk.workers:
     worker.message()
@@ -354,9 +354,9 @@ def test_all_that_are_cut_off_while_they_compute():
 def test_an_end_that_overtakes_a_message():
   desk = Desk()
   sent(desk)
-  desk.rounds.lose(desk.one.program)
+  desk.rounds.note_disconnected(desk.one.program)
   desk.one.send(frames.LISTEN)
-  assert desk.rounds._members[0].ended < math.inf
+  assert desk.rounds._members[0].disconnected < math.inf
 
 
 def test_as_many_in_two_steps():
