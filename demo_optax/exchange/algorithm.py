@@ -330,10 +330,10 @@ def _is_valid(
   for chunk in chunks:
     terms.append(jnp.asarray(hyper.gradient_weight, chunk.dtype) * chunk)
   for member in layout.averaged:
-    term = gradients[member].astype(layout.leaves[member].dtype)
-    terms.append(term if weight is None else weight.astype(term.dtype) * term)
+    terms.append(gradients[member].astype(layout.leaves[member].dtype))
   # A flag for each element would be written to memory on CPUs.
-  good += [jnp.isfinite(jnp.sum(jnp.square(term))) for term in terms]
+  for term in terms:
+    good.append(jnp.isfinite(jnp.sum(jnp.square(term))))
   return plain.every(good)
 
 
@@ -393,10 +393,9 @@ def _metrics(
       rows = packer.read[number].rows * (packer.num_owners or 1)
       filling = (rows - bucket.num_chunks) * k * jnp.minimum(valid, 1)
       different += distinct - filling
-  senders = jnp.stack([all_sent, different])
   held, sent, stays, all_sent, different = group.over_devices(
     lax.psum,
-    jnp.concatenate([report.energies, senders]),
+    jnp.append(report.energies, jnp.stack([all_sent, different])),
   )
   return {
     'num_excluded': group.size - report.num_valid,

@@ -306,7 +306,7 @@ class Packer:
     Makes `sent` depend on them: momentum is read before these are subtracted in
     place. XLA would otherwise copy it. What is beyond float32 counts as zero.
     """
-    held = jnp.zeros((), jnp.float32)
+    held = jnp.float32(0)
     values, decoded = [], []  # of all buckets, in one array: few kernels
     kept = [n for n, bucket in enumerate(self.buckets) if bucket.error_feedback]
     for number in kept:
@@ -383,16 +383,11 @@ def is_weight(x: Array) -> Array:
   return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
 
 
-def energy(x: Array) -> Array:
-  """Returns the sum of squares of `[rows, ...]`, float32 `[]`."""
-  return jnp.sum(jnp.square(sample(x)))
-
-
 def sample(x: Array) -> Array:
-  """Returns numbers with the energy of `[rows, ...]`, float32.
+  """Returns float32 numbers with the sum of squares of `[rows, ...]`.
 
-  Of many rows they are a part, which estimates it: a metric is not worth a pass
-  over memory.
+  Of many rows a part, which estimates it: a metric is not worth a pass over
+  memory.
   """
   part = x
   if len(x) >= 2 * _SAMPLE:
@@ -404,8 +399,7 @@ def sample(x: Array) -> Array:
       mode='promise_in_bounds',
       wrap_negative_indices=False,
     )
-  scale = math.sqrt(len(x) / len(part))
-  return scale * part.astype(jnp.float32).reshape(-1)
+  return math.sqrt(len(x) / len(part)) * part.astype(jnp.float32).reshape(-1)
 
 
 def split(

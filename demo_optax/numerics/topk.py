@@ -32,7 +32,7 @@ def top_k(coefficients: Array, k: int) -> Array:
   n = coefficients.shape[1]
   size, by_counting = platform.top_k_tiles(coefficients.size, n, k)
   if size == 1:
-    places = lax.top_k(jnp.abs(coefficients), k)[1]
+    _, places = lax.top_k(jnp.abs(coefficients), k)
     return jnp.sort(places.astype(jnp.int32))
   return top_k_of_tiles(coefficients, k, size, by_counting)
 
