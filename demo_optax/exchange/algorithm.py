@@ -10,9 +10,9 @@ worker owns an equal share of the chunks: it receives what was selected from
 them, merges it, and broadcasts the update (`owners`). What a worker receives
 then does not grow with the number of workers.
 
-A worker is excluded if its gradient is not finite, or so large that squares
-overflow. All workers leave it out of all averages, and its momentum does not
-change. If all are excluded, as by a
+A worker is excluded if its gradient is not finite, or above 1e-12 of the
+largest float, so that momentum could overflow. All workers leave it out of all
+averages, and its momentum does not change. If all are excluded, as by a
 hyperparameter that is not finite, or a decay or alpha outside 0 to 1, the
 update is zero; links that follow, such as weight decay, still run. A damaged
 message also excludes its sender, and the update in it is lost: indices out of
@@ -42,6 +42,10 @@ from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
 from demo_optax.workers.collectives import gather, sums
+
+# A worker is excluded if a gradient element exceeds this share of the largest
+# float. Sums of a chunk over all steps then stay finite.
+MAX_GRADIENT_SHARE = 1e-12
 
 
 class WorkerState(NamedTuple):
@@ -326,14 +330,17 @@ def _is_valid(
   good.append(jnp.isfinite(hyper.gradient_weight).all())
   for share in (hyper.alpha, hyper.decay):
     good.append((share >= 0) & (share <= 1))
-  terms = []
   for chunk in chunks:
-    terms.append(jnp.asarray(hyper.gradient_weight, chunk.dtype) * chunk)
+    dtype = chunk.dtype
+    weighted = jnp.asarray(hyper.gradient_weight, dtype) * chunk
+    largest = MAX_GRADIENT_SHARE * float(jnp.finfo(dtype).max)
+    # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
+    good.append(jnp.all(jnp.abs(weighted) <= largest))
   for member in layout.averaged:
-    terms.append(gradients[member].astype(layout.leaves[member].dtype))
-  # A flag for each element would be written to memory on CPUs.
-  for term in terms:
-    good.append(jnp.isfinite(jnp.sum(jnp.square(term))))
+    gradient = gradients[member]
+    if weight is not None:
+      gradient = weight.astype(gradient.dtype) * gradient
+    good.append(jnp.all(jnp.isfinite(gradient)))
   return plain.every(good)
 
 
@@ -382,20 +389,20 @@ def _metrics(
 ) -> Metrics:
   assert report.num_valid is not None
   valid = report.num_valid.astype(jnp.float32)
-  all_sent = different = jnp.float32(0)
+  senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
   for number, (bucket, distinct) in enumerate(
     zip(packer.buckets, report.distinct)
   ):
     k = bucket.format.k
     if not bucket.format.shared and k < bucket.format.n:
-      all_sent += valid * float(bucket.num_chunks * k)
+      of_all = valid * float(bucket.num_chunks * k)
       # Rows that fill a bucket count as sent by all.
       rows = packer.read[number].rows * (packer.num_owners or 1)
       filling = (rows - bucket.num_chunks) * k * jnp.minimum(valid, 1)
-      different += distinct - filling
+      senders += jnp.stack([of_all, distinct - filling])
   held, sent, stays, all_sent, different = group.over_devices(
     lax.psum,
-    jnp.append(report.energies, jnp.stack([all_sent, different])),
+    jnp.concatenate([report.energies, senders]),
   )
   return {
     'num_excluded': group.size - report.num_valid,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
 from demo_optax.compressors.selectors import TopK
-from demo_optax.exchange.message import Received, Selected, sample
+from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import plain, platform, rounding, topk
 
 
@@ -44,7 +44,7 @@ def accumulate_and_select(
   indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
   held = jnp.zeros((), jnp.float32)
   if momentum is not None:
-    held = jnp.sum(jnp.square(sample(momentum)))
+    held = energy(momentum)
   return momentum, Selected(indices, values, held)
 
 

@@ -306,28 +306,19 @@ class Packer:
     Makes `sent` depend on them: momentum is read before these are subtracted in
     place. XLA would otherwise copy it. What is beyond float32 counts as zero.
     """
-    held = jnp.float32(0)
-    values, decoded = [], []  # of all buckets, in one array: few kernels
-    kept = [n for n, bucket in enumerate(self.buckets) if bucket.error_feedback]
-    for number in kept:
-      held += selected[number].energy
-      values.append(sample(selected[number].values))
-      decoded.append(sample(sent[number]))
-    if not kept:
-      return jnp.zeros((ENERGIES,), jnp.float32)
-    of_values, of_sent = jnp.concatenate(values), jnp.concatenate(decoded)
-    rest = of_values - rounding.mul_no_fma(alpha, of_sent)
-    vectors = jnp.stack([of_values, of_sent, rest])
-    chosen, leaving, lost = jnp.sum(jnp.square(vectors), axis=1)
-    waiting = held - chosen
-    # If all is sent, they differ by rounding.
-    waiting = jnp.where(waiting > 1e-5 * held, waiting, 0)
-    energies = jnp.stack([held, leaving, lost + waiting])
-    # No energy is negative, also if it is beyond float32 (infinite or NaN).
-    never = jnp.sum(energies) < 0
-    for number in kept:
-      sent[number] = rounding.after(sent[number], never)
-    return jnp.where(jnp.isfinite(energies), energies, 0)
+    total = jnp.zeros((ENERGIES,), jnp.float32)
+    for number, (bucket, selection) in enumerate(zip(self.buckets, selected)):
+      if not bucket.error_feedback:
+        continue
+      _, values, held = selection
+      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
+      if bucket.format.k < bucket.format.n:
+        stays += jnp.maximum(held - energy(values), 0)
+      energies = jnp.stack([held, energy(sent[number]), stays])
+      # No energy is negative, also if it is beyond float32 (infinite or NaN).
+      sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
+      total += energies
+    return jnp.where(jnp.isfinite(total), total, 0)
 
   def unpack(
     self, arrived: Message, group: Group
@@ -383,11 +374,10 @@ def is_weight(x: Array) -> Array:
   return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
 
 
-def sample(x: Array) -> Array:
-  """Returns float32 numbers with the sum of squares of `[rows, ...]`.
+def energy(x: Array) -> Array:
+  """Returns the sum of squares of `[rows, ...]`, float32 `[]`.
 
-  Of many rows a part, which estimates it: a metric is not worth a pass over
-  memory.
+  An estimate by a part of many rows: a metric is not worth a pass over memory.
   """
   part = x
   if len(x) >= 2 * _SAMPLE:
@@ -399,7 +389,8 @@ def sample(x: Array) -> Array:
       mode='promise_in_bounds',
       wrap_negative_indices=False,
     )
-  return math.sqrt(len(x) / len(part)) * part.astype(jnp.float32).reshape(-1)
+  total = jnp.sum(jnp.square(part), dtype=jnp.float32)
+  return total * (len(x) / len(part))
 
 
 def split(
