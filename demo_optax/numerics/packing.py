@@ -99,11 +99,11 @@ def places_of_ones(ones: Array, k: int) -> Array:
   until = jnp.sum(until, axis=2, dtype=jnp.int32)  # [rows, words]
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
-  word = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
+  word_number = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
   before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
-  within = take(words, jnp.minimum(word, number - 1))
-  places = _WORD * word + _place_in_word(within, rank - before)
-  return jnp.where(word < number, places, size)
+  within = take(words, jnp.minimum(word_number, number - 1))
+  places = _WORD * word_number + _place_in_word(within, rank - before)
+  return jnp.where(word_number < number, places, size)
 
 
 def take(x: Array, places: Array) -> Array:

@@ -62,14 +62,10 @@ def unknown(
   """
   if not platform.hides_constants() or isinstance(step, int):
     return numbers
-  zero = (step & 1) >> 1
-  pairs = [jnp.asarray([number, 0], jnp.int32) + zero for number in numbers]
-  return jax.lax.reduce(
-    pairs,
-    [jnp.int32(0)] * len(pairs),
-    lambda x, y: list(map(jax.lax.add, x, y)),
-    (0,),
-  )
+  # The order is not known, but both numbers of an array are the same.
+  pairs = [jnp.full(2, number, jnp.int32) for number in numbers]
+  _, *in_order = jax.lax.sort((jnp.full(2, step), *pairs), num_keys=1)
+  return [pair[0] for pair in in_order]
 
 
 def joined(arrays: Sequence[Array]) -> list[Array]:

@@ -19,8 +19,6 @@ def mul_no_fma(
   Selects do not prevent this, and optimization barriers are removed too early.
   An XOR with bits that the compiler cannot know to be zero does.
   """
-  if isinstance(weight, (int, float)) and weight == 1:
-    return x
   return hidden(jnp.asarray(weight, x.dtype) * x, x)
 
 

@@ -29,32 +29,35 @@ def top_k(coefficients: Array, k: int) -> Array:
   >>> top_k(jnp.array([[0.0, 2.0, -2.0, 3.0]]), 2)
   Array([[1, 3]], dtype=int32)
   """
-  magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
-  size, by_counting = platform.top_k_tiles(magnitudes.size, n, k)
+  n = coefficients.shape[1]
+  size, by_counting = platform.top_k_tiles(coefficients.size, n, k)
   if size == 1:
-    return jnp.sort(lax.top_k(magnitudes, k)[1].astype(jnp.int32))
-  return top_k_of_tiles(magnitudes, k, size, by_counting)
+    _, places = lax.top_k(jnp.abs(coefficients), k)
+    return jnp.sort(places.astype(jnp.int32))
+  return top_k_of_tiles(coefficients, k, size, by_counting)
 
 
 def top_k_of_tiles(
-  magnitudes: Array, k: int, size: int, by_counting: bool
+  coefficients: Array, k: int, size: int, by_counting: bool
 ) -> Array:
   """As `top_k`, within the `k` tiles with the largest maxima.
 
   Returns the indices of `lax.top_k`, ties included. Suppose one among them were
   in a tile not chosen. Each chosen tile would hold a larger value, or an equal
-  one at a lower index. `magnitudes` are `[chunks, n]`, without negative numbers
-  and NaN; `size` is a power of two that divides `n`; `k` at most `n / size`.
+  one at a lower index. `coefficients` are `[chunks, n]`, without NaN; `size` is
+  a power of two that divides `n`; `k` at most `n / size`.
   """
-  chunks, n = magnitudes.shape
+  chunks, n = coefficients.shape
   largest = _largest if by_counting else top_k  # in tiles again
-  tiles = magnitudes.reshape(chunks, n // size, size)
-  maxima = magnitudes if by_counting else jnp.max(tiles, axis=2)
+  tiles = coefficients.reshape(chunks, n // size, size)
+  maxima = jnp.abs(coefficients)
+  if not by_counting:
+    maxima = jnp.max(jnp.abs(tiles), axis=2)
   while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
     maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
-  places = largest(candidates, k)
+  places = largest(jnp.abs(candidates), k)
   tile = packing.take(chosen, places // size)
   return tile * size + places % size
 

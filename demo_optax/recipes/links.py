@@ -327,27 +327,26 @@ def chain(
     check_layout(_exchange(state), like, compressor, workers)
     with platform.running_on(platform.of(workers.mesh)):
       updates, after = masked.update(updates, state, params, **extra)
-    if params is None:
-      updates = optax.tree.cast_like(updates, like)
-    exchange = _exchange(after)
-    leaves = exchange.layout.layout.leaves
-    frozen = {leaf.keys for leaf in leaves if leaf.is_frozen}
-    someone = exchange.metrics['num_excluded'] < workers.count
-    after = _keep(state, after, someone)
+      if params is None:
+        updates = optax.tree.cast_like(updates, like)
+      exchange = _exchange(after)
+      leaves = exchange.layout.layout.leaves
+      frozen = {leaf.keys for leaf in leaves if leaf.is_frozen}
+      someone = exchange.metrics['num_excluded'] < workers.count
+      after = _keep(state, after, someone)
 
-    def settle(
-      path: Path,
-      update: jax.Array,
-      x: jax.Array,
-    ) -> jax.Array:
-      if path_keys(path) in frozen or not _tree.is_exchanged(x):
-        return jnp.zeros_like(x)
-      # By where, not by a product: a decay that is not finite would stay.
-      return jnp.where(someone, update, 0)
+      def settle(
+        path: Path,
+        update: jax.Array,
+        x: jax.Array,
+      ) -> jax.Array:
+        if path_keys(path) in frozen or not _tree.is_exchanged(x):
+          return jnp.zeros_like(x)
+        # By where, not by a product: a decay that is not finite would stay.
+        return jnp.where(someone, update, 0)
 
-    updates = jax.tree_util.tree_map_with_path(settle, updates, like)
-    settled, treedef = jax.tree.flatten(updates)
-    with platform.running_on(platform.of(workers.mesh)):
+      updates = jax.tree_util.tree_map_with_path(settle, updates, like)
+      settled, treedef = jax.tree.flatten(updates)
       updates = treedef.unflatten(plain.joined(settled))
     return updates, after
 
