@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -118,20 +119,15 @@ def of_each(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    params, like = checks.params_and_like(updates, params, workers)
-    in_step, own_state = inside.is_in_step(), state.worker_stacked
-    updates = checks.check_gradients(updates, params, workers)
-    # Before a state of other parameters is taken for one of these.
-    expected = jax.eval_shape(tx.init, _tree.mask_others(like))
-    _tree.check_state(own_state, expected, int(not in_step), workers)
-    gradients = _tree.mask_others(updates)
+    own_state = state.worker_stacked
+    gradients, params = own_arguments(
+      updates, params, own_state, tx.init, workers
+    )
     shared = _tree.mask_others(params), extra_args
-    if in_step:
-      changed, own_state = update_one(gradients, own_state, shared)
-    else:
-      changed, own_state = lift.run_alone(
-        workers, update_one, gradients, own_state, shared
-      )
+    run = update_one
+    if not inside.is_in_step():
+      run = functools.partial(lift.run_alone, workers, update_one)
+    changed, own_state = run(gradients, own_state, shared)
 
     def unmask(
       given: jax.Array,
@@ -143,6 +139,27 @@ def of_each(
     return changed, PerWorkerState(own_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def own_arguments(
+  updates: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+  state: chex.ArrayTree,
+  init: Callable[[chex.ArrayTree], chex.ArrayTree],
+  workers: Workers,
+) -> tuple[Any, Any]:
+  """Returns the gradients that are exchanged, and the parameters with one.
+
+  Raises unless gradients are laid out for the workers, and the state is one
+  that `init` makes for their parameters.
+  """
+  params, like = checks.params_and_like(updates, params, workers)
+  updates = checks.check_gradients(updates, params, workers)
+  # Before a state of other parameters is taken for one of these.
+  expected = jax.eval_shape(init, _tree.mask_others(like))
+  num_axes = int(not inside.is_in_step())
+  _tree.check_state(state, expected, num_axes, workers)
+  return _tree.mask_others(updates), params
 
 
 def stack_own(

@@ -238,47 +238,47 @@ def scale_by_demo(
     params, like = checks.params_and_like(updates, params, workers)
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
-    given = updates, state, params, hyper
     if inside.is_in_step():
-      given = inside.check_arguments(workers, *given)
+      updates, state, params, hyper = inside.check_arguments(
+        workers, updates, state, params, hyper
+      )
+    weights = {}
     if weight is not None:
       # By this name it is one of each worker.
-      of_worker = {STACKED: checks.checked_weight(weight, workers)}
-      given = *given[:3], given[3] | of_worker
-    return inside.for_workers(stacked_update_fn, workers)(*given)
+      weights[STACKED] = checks.checked_weight(weight, workers)
+    update = inside.for_workers(stacked_update_fn, workers)
+    return update(updates, state, params, hyper, weights)
 
   def stacked_update_fn(
     updates: Any,
     state: DeMoState,
     params: Any,
-    hyper: Any,
+    hyper: dict[str, Numeric],
+    weights: dict[str, jax.Array],
     workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    with_paths, given = _tree.flatten_alike(updates, params)
-    lead = 1 if workers.stacked_gradients else 0
-    hyper = dict(hyper)
-    weight = hyper.pop(STACKED, None)
+    leaves = _tree.with_params(updates, params)
+    weight = weights.get(STACKED)
     config = config_of(state.layout.layout, weight is not None)
-    leaves = iter(config.layout.leaves)  # of what is exchanged
-    exchanged, left_out = [], []
-    for (path, gradient), param in zip(with_paths, given):
+    layout_leaves = iter(config.layout.leaves)
+    exchanged, is_updated = [], []
+    for path, gradient, param in leaves:
       is_exchanged = _tree.is_exchanged(gradient if param is None else param)
       if is_exchanged:
         exchanged.append(gradient)
-      is_frozen = is_exchanged and next(leaves).is_frozen
-      left_out.append(is_frozen or not is_exchanged)
-      if is_frozen:
+      is_updated.append(is_exchanged and not next(layout_leaves).is_frozen)
+      if not is_updated[-1]:
         continue
-      if is_exchanged and param is not None:
+      if param is not None:
         checks.check_sharding(path, param, workers)
       checks.check_gradient(leaf_name(path), gradient, param, workers)
-    _check_buckets(state, config, workers)
-    found: list[jax.Array] = []
+    _check_worker_state(state, config, workers)
+    new_updates: list[jax.Array] = []
     metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
-    if not all(left_out):
+    if any(is_updated):
       algorithm.note(config)
-      found, worker_state, metrics = algorithm.run_jitted(
+      new_updates, worker_state, metrics = algorithm.run_jitted(
         workers,
         config,
         exchanged,
@@ -286,19 +286,22 @@ def scale_by_demo(
         algorithm.Hyper(state.count, **hyper),
         weight,
       )
-    in_order = iter(found)
-    in_leaves = []
-    for (_, gradient), param, is_left_out in zip(with_paths, given, left_out):
-      if is_left_out:
-        in_leaves.append(_tree.zero_update(gradient, param, lead))
+    next_update = iter(new_updates)
+    num_axes = int(workers.stacked_gradients)  # for workers
+    all_updates = []
+    for (_, gradient, param), has_new in zip(leaves, is_updated):
+      if has_new:
+        update = next(next_update).astype(gradient.dtype)
       else:
-        in_leaves.append(next(in_order).astype(gradient.dtype))
-    return jax.tree.structure(updates).unflatten(in_leaves), DeMoState(
+        update = _tree.zero_update(gradient, param, num_axes)
+      all_updates.append(update)
+    new_state = DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
       layout=state.layout,
       worker_stacked=worker_state,
     )
+    return jax.tree.structure(updates).unflatten(all_updates), new_state
 
   return aggregating.Aggregator(init_fn, update_fn)
 
@@ -330,28 +333,21 @@ def check_layout(
     _tree.check_same(order, {'The leaves': ['these']}, workers)
 
 
-def _check_buckets(
+def _check_worker_state(
   state: DeMoState,
   config: algorithm.ExchangeConfig,
   workers: Workers,
 ) -> None:
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
-  made = {
-    keys: jnp.shape(array) for keys, array in leaves_of(state.worker_stacked)
-  }
-  needed = {}
-  for keys, array in leaves_of(config.state_on_device):
-    needed[keys] = workers.bucket_shape(array.shape)
-  for keys in (*made, *needed):
-    size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
-    if size != shape:
-      raise ValueError(
-        f'{name} in the state must be {shape or "absent"} for {workers} and'
-        f' {config}, got {size or "nothing"}. Make the state with tx.init of'
-        ' the transformation and workers that update uses, or take momentum'
-        ' over: demo_optax.checkpoint.from_leaves(..., resize=True).'
-      )
+
+  def for_all(on_device: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    shape = workers.bucket_shape(on_device.shape)
+    return jax.ShapeDtypeStruct(shape, on_device.dtype)
+
+  expected = jax.tree.map(for_all, config.state_on_device)
+  made_for = f'{workers}, {config}'
+  _tree.check_state(state.worker_stacked, expected, 0, made_for)
 
 
 def check_digest(

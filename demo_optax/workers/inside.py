@@ -224,7 +224,7 @@ def check_arguments(
     )
   updates = check_own_gradients(updates)
   gradients = []
-  for (_, gradient), param in zip(*_tree.flatten_alike(updates, params)):
+  for _, gradient, param in _tree.with_params(updates, params):
     if not _tree.is_exchanged(gradient):
       gradient = _tree.zero_update(gradient, param, 0)
     gradients.append(jnp.asarray(gradient))
