@@ -191,20 +191,20 @@ def stays_finite(
   Infinity in the old state, such as an initial best loss, may stay.
   """
 
-  def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    return [jnp.asarray(leaf) for leaf in leaves if _tree.is_inexact(leaf)]
+  def finite_leaves(tree: chex.ArrayTree) -> list[jax.Array]:
+    leaves = filter(_tree.is_inexact, jax.tree.leaves(tree))
+    return [*map(jnp.isfinite, leaves)]
 
-  finite = [*map(jnp.isfinite, inexact(updates))]
-  for leaf, before in zip(inexact(new), inexact(old)):
-    finite.append(jnp.isfinite(leaf) | ~jnp.isfinite(before))
+  finite = finite_leaves(updates)
+  for leaf, before in zip(finite_leaves(new), finite_leaves(old)):
+    finite.append(leaf | ~before)
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
   for leaf in finite:
-    all_of_leaf = leaf.all(tuple(range(1, leaf.ndim)))
-    rows[jax.typeof(all_of_leaf)].append(all_of_leaf)
+    finite_rows = leaf.all(tuple(range(1, leaf.ndim)))
+    rows[jax.typeof(finite_rows)].append(finite_rows)
   result = jnp.bool(True)
-  for alike in rows.values():
-    result &= functools.reduce(jnp.logical_and, alike).all()
+  for same_type in rows.values():
+    result &= functools.reduce(jnp.logical_and, same_type).all()
   return result

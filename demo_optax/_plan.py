@@ -134,16 +134,19 @@ class Plan:
 
   def table(self) -> str:
     """Returns the leaves as a table; equal ones share a row."""
+    header = ['leaf']
     # Names of the leaves that have one row.
     names = collections.defaultdict(list)
     for leaf in self.leaves:
-      names[_row(leaf)].append(leaf.name)
-    rows = [_HEADER]
+      row = _row(leaf)
+      header = ['leaf', *row]
+      names[*row.values()].append(leaf.name)
+    rows = [header]
     for (*cells, sent, blocks), (name, *others) in names.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
       rows.append([name, *cells, sent, blocks])
-    if all(row[-1] == '-' for row in rows[1:]):  # no leaf is sharded
+    if {row[-1] for row in rows[1:]} == {'-'}:  # no leaf is sharded
       rows = [row[:-1] for row in rows]
     # Of each column; the first one is aligned to the left.
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -309,38 +312,40 @@ def _sent_by_device(
   return message, summed, updates
 
 
-_HEADER = [
-  *('leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values'),
-  *('sent', 'blocks'),
-]
-
-
-def _row(costs: LeafBytes) -> tuple[str, ...]:
-  """Returns a leaf's row in the table, without its name."""
+def _row(costs: LeafBytes) -> dict[str, str]:
+  """Returns a leaf's row in the table by column, without its name."""
   leaf = costs.leaf
   # As for a leaf that is averaged.
-  chunk, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
+  row = {
+    'shape': _times(leaf.shape) or 'scalar',
+    'chunks': f'{costs.num_chunks}',
+    'of': 'whole',
+    'topk': 'all',
+    'indices': 'shared',
+    'bits': '-',
+    'values': 'averaged',
+    'sent': _num_bytes(costs.sent_bytes),
+    'blocks': '-',
+  }
   if leaf.chunks is not None:
-    sent_as = leaf.chunks.format
-    values = sent_as.values
+    chunk_format = leaf.chunks.format
+    row['values'] = chunk_format.values
     if not leaf.grid.whole:
-      chunk = _times(leaf.grid.lengths[-2:])
+      row['of'] = _times(leaf.grid.lengths[-2:])
     if leaf.grid.period > 1:
-      topk = f'1/{leaf.grid.period}'  # by turns
-    elif sent_as.k < sent_as.n:
-      topk = f'{sent_as.k}'
-    if not sent_as.shared:
-      indices = '-'
-    if code := sent_as.index_code:
-      indices = code.name
-      bits = f'{costs.index_bits:.2f}'
-  sent_text, blocks = _num_bytes(costs.sent_bytes), '-'
+      row['topk'] = f'1/{leaf.grid.period}'  # by turns
+    elif chunk_format.k < chunk_format.n:
+      row['topk'] = f'{chunk_format.k}'
+    if not chunk_format.shared:
+      row['indices'] = '-'
+    if index_code := chunk_format.index_code:
+      row['indices'] = index_code.name
+      row['bits'] = f'{costs.index_bits:.2f}'
   if _num_shards(leaf) > 1:
-    blocks = _times(leaf.sharding.blocks)
+    row['blocks'] = _times(leaf.sharding.blocks)
   if not costs.as_unsharded:
-    blocks += '*'
-  shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
-  return shape, chunks, chunk, topk, indices, bits, values, sent_text, blocks
+    row['blocks'] += '*'
+  return row
 
 
 def _num_shards(leaf: Leaf) -> int:

@@ -203,6 +203,13 @@ def differences(
 _ABSENT = ('nothing',)
 
 
+def first_lines(lines: list[str]) -> list[str]:
+  """Returns some lines, and how many there are more, for a message."""
+  if len(lines) < 5:
+    return lines
+  return [*lines[:4], f'... and {len(lines) - 4} more leaves.']
+
+
 def check_state(
   state: chex.ArrayTree,
   expected: chex.ArrayTree,
@@ -240,12 +247,11 @@ def check_same(
   lines = []
   for name, _, former, current in differences(state, expected):
     lines.append(f'{name}: {former} in the state, {current} in the update.')
-  if lines[3:]:
-    lines[3:] = [f'... and {len(lines) - 3} more leaves.']
   if lines:
+    found = ' '.join(first_lines(lines))
     raise ValueError(
       f'The state must be made for what update is given ({workers}), got one'
-      f' for something else: {" ".join(lines)} Make it with tx.init of the same'
+      f' for something else: {found} Make it with tx.init of the same'
       ' transformation and parameters, or take momentum over by'
       ' demo_optax.checkpoint.from_leaves, with resize=True from other workers,'
       ' with rechunk=True from other chunks. Give one gradient per worker: an'
