@@ -81,14 +81,12 @@ def zero_update(
 ) -> jax.Array:
   """Returns the update for a leaf that is not exchanged.
 
-  The gradient has `num_axes` for workers. That of integers may be `float0`,
-  NumPy's.
+  The gradient has `num_axes` for workers.
   """
-  # That of the parameter, if gradients have none.
-  dtype = gradient.dtype
-  if dtype == jax.dtypes.float0 and param is not None:
-    dtype = param.dtype
-  return jnp.zeros(np.shape(gradient)[num_axes:], dtype)
+  # Gradients of integers may be NumPy's `float0`.
+  if param is not None:
+    return jnp.zeros_like(param)
+  return jnp.zeros(np.shape(gradient)[num_axes:], gradient.dtype)
 
 
 def params_of(

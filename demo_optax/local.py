@@ -214,7 +214,7 @@ def _outer_step(
     state.global_params,
     **extra,
   )
-  start = jax.tree.map(_add, start, change)
+  start = optax.apply_updates(start, change)
   params = optax.tree.cast_like(start, worker.params)
   outer_state = optax.tree.cast_like(outer_state, state.outer)
   if drift:
@@ -234,10 +234,6 @@ def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
   """Returns how far a worker moved from the start, in the parameter's dtype."""
   rounded = start.astype(x.dtype).astype(start.dtype)
   return rounded - x.astype(start.dtype)
-
-
-def _add(start: jax.Array, update: jax.Array) -> jax.Array:
-  return (start.astype(update.dtype) + update).astype(start.dtype)
 
 
 def _change(

@@ -75,7 +75,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
           ' one of its states.'
         )
       # The parameter is sharded as its coefficients.
-      sharding = placement.of(coefficients)
+      sharding = placement.sharding_of(coefficients)
       moments[leaf.name] = placement.run(
         decode,
         coefficients,

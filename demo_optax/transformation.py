@@ -173,9 +173,8 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  if not _tree.is_function(compressor):  # it needs the parameters
-    like = jax.tree.map(lambda x: 0, compressor, is_leaf=lambda x: x is None)
-    per_leaf(compressor, like)
+  if not _tree.is_function(compressor):  # which needs the parameters
+    per_leaf(compressor, compressor)
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _checks.check_range('decay', decay, '[0, 1)')
   if not callable(gradient_weight):
@@ -246,64 +245,67 @@ def scale_by_demo(
     if weight is not None:
       # By this name it is one of each worker.
       weights[STACKED] = checks.checked_weight(weight, workers)
-    update = inside.for_workers(stacked_update_fn, workers)
+    config = config_of(state.layout.layout, weight is not None)
+    update_for_all = functools.partial(_update_for_all, config)
+    update = inside.for_workers(update_for_all, workers)
     return update(updates, state, params, hyper, weights)
 
-  def stacked_update_fn(
-    updates: Any,
-    state: DeMoState,
-    params: Any,
-    hyper: dict[str, Numeric],
-    weights: dict[str, jax.Array],
-    workers: Workers,
-  ) -> tuple[chex.ArrayTree, DeMoState]:
-    """Updates with gradients laid out as `workers` have them."""
-    leaves = _tree.with_params(updates, params)
-    weight = weights.get(STACKED)
-    config = config_of(state.layout.layout, weight is not None)
-    layout_leaves = iter(config.layout.leaves)
-    exchanged, is_updated = [], []
-    for path, gradient, param in leaves:
-      is_exchanged = _tree.is_exchanged(gradient if param is None else param)
-      if is_exchanged:
-        exchanged.append(gradient)
-      is_updated.append(is_exchanged and not next(layout_leaves).is_frozen)
-      if not is_updated[-1]:
-        continue
-      if param is not None:
-        checks.check_sharding(path, param, workers)
-      checks.check_gradient(leaf_name(path), gradient, param, workers)
-    _check_worker_state(state, config, workers)
-    new_updates: list[jax.Array] = []
-    metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
-    if any(is_updated):
-      algorithm.note(config)
-      new_updates, worker_state, metrics = algorithm.run_jitted(
-        workers,
-        config,
-        exchanged,
-        worker_state,
-        algorithm.Hyper(state.count, **hyper),
-        weight,
-      )
-    next_update = iter(new_updates)
-    num_axes = int(workers.stacked_gradients)  # for workers
-    all_updates = []
-    for (_, gradient, param), has_new in zip(leaves, is_updated):
-      if has_new:
-        update = next(next_update).astype(gradient.dtype)
-      else:
-        update = _tree.zero_update(gradient, param, num_axes)
-      all_updates.append(update)
-    new_state = DeMoState(
-      count=optax.safe_increment(state.count),
-      metrics=metrics,
-      layout=state.layout,
-      worker_stacked=worker_state,
-    )
-    return jax.tree.structure(updates).unflatten(all_updates), new_state
-
   return aggregating.Aggregator(init_fn, update_fn)
+
+
+def _update_for_all(
+  config: algorithm.ExchangeConfig,
+  updates: Any,
+  state: DeMoState,
+  params: Any,
+  hyper: dict[str, Numeric],
+  weights: dict[str, jax.Array],
+  workers: Workers,
+) -> tuple[chex.ArrayTree, DeMoState]:
+  """Updates with gradients laid out as `workers` have them."""
+  leaves = _tree.with_params(updates, params)
+  weight = weights.get(STACKED)
+  layout_leaves = iter(config.layout.leaves)
+  exchanged, is_updated = [], []
+  for path, gradient, param in leaves:
+    is_exchanged = _tree.is_exchanged(gradient if param is None else param)
+    if is_exchanged:
+      exchanged.append(gradient)
+    is_updated.append(is_exchanged and not next(layout_leaves).is_frozen)
+    if not is_updated[-1]:
+      continue
+    if param is not None:
+      checks.check_sharding(path, param, workers)
+    checks.check_gradient(leaf_name(path), gradient, param, workers)
+  _check_worker_state(state, config, workers)
+  new_updates: list[jax.Array] = []
+  metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
+  if any(is_updated):
+    algorithm.note(config)
+    new_updates, worker_state, metrics = algorithm.run_jitted(
+      workers,
+      config,
+      exchanged,
+      worker_state,
+      algorithm.Hyper(state.count, **hyper),
+      weight,
+    )
+  next_update = iter(new_updates)
+  num_axes = int(workers.stacked_gradients)  # for workers
+  all_updates = []
+  for (_, gradient, param), has_new in zip(leaves, is_updated):
+    if has_new:
+      update = next(next_update).astype(gradient.dtype)
+    else:
+      update = _tree.zero_update(gradient, param, num_axes)
+    all_updates.append(update)
+  new_state = DeMoState(
+    count=optax.safe_increment(state.count),
+    metrics=metrics,
+    layout=state.layout,
+    worker_stacked=worker_state,
+  )
+  return jax.tree.structure(updates).unflatten(all_updates), new_state
 
 
 def average_gradients(*, workers: Workers) -> aggregating.Aggregator:

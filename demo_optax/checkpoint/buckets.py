@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import STACKED, Keys
-from demo_optax.checkpoint.placement import Value, of, run
+from demo_optax.checkpoint.placement import Value, run, sharding_of
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
@@ -117,7 +117,7 @@ def fill_bucket(
   like: Value,
 ) -> Value:
   """Undoes `cut_bucket`; returns an array placed as `like`."""
-  return run(_bucket_of, coefficients, of(like), layout, number)
+  return run(_bucket_of, coefficients, sharding_of(like), layout, number)
 
 
 def _leaf_like(leaf: Leaf, array: chex.Array | Shape) -> Shape:
@@ -126,7 +126,7 @@ def _leaf_like(leaf: Leaf, array: chex.Array | Shape) -> Shape:
   # The chunks from all shards along each dimension.
   all_counts = map(operator.mul, leaf.sharding.blocks, counts)
   shape = array.shape[0], *all_counts, n
-  sharding = of(array)
+  sharding = sharding_of(array)
   if isinstance(sharding, NamedSharding):
     worker_axis = entry(sharding.spec, 0) or None
     spec = P(worker_axis, *leaf.sharding.spec)

@@ -162,7 +162,7 @@ def from_leaves(
       return array
     if codings is None and len(array) == len(target):
       return array
-    sharding = placement.of(target)
+    sharding = placement.sharding_of(target)
     return placement.run(_convert, array, sharding, len(target), codings)
 
   targets = dict(_paths.leaves_of(like))
