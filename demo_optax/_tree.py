@@ -74,21 +74,6 @@ def map_wide(
   )
 
 
-def zero_update(
-  gradient: jax.Array,
-  param: jax.Array | None,
-  num_axes: int,
-) -> jax.Array:
-  """Returns the update for a leaf that is not exchanged.
-
-  The gradient has `num_axes` for workers.
-  """
-  # Gradients of integers may be NumPy's `float0`.
-  if param is not None:
-    return jnp.zeros_like(param)
-  return jnp.zeros(np.shape(gradient)[num_axes:], gradient.dtype)
-
-
 def params_of(
   gradients: chex.ArrayTree,
   params: chex.ArrayTree,

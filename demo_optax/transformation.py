@@ -14,7 +14,15 @@ from chex import Numeric
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
+from demo_optax._paths import (
+  STACKED,
+  Keys,
+  Path,
+  dotted,
+  leaf_name,
+  leaves_of,
+  path_keys,
+)
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, make_layout
@@ -237,75 +245,75 @@ def scale_by_demo(
     params, like = checks.params_and_like(updates, params, workers)
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
+    config = config_of(state.layout.layout, weight is not None)
+    leaves = config.layout.leaves
+    exchanged = {leaf.keys for leaf in leaves if not leaf.is_frozen}
+
+    def mask(path: Path, x: Any) -> Any:
+      return x if path_keys(path) in exchanged else optax.MaskedNode()
+
+    exchanged_only = functools.partial(jax.tree_util.tree_map_with_path, mask)
+    given = exchanged_only(updates), state, params, hyper
     if inside.is_in_step():
-      updates, state, params, hyper = inside.check_arguments(
-        workers, updates, state, params, hyper
-      )
+      given = inside.check_arguments(workers, *given)
+    gradients, state, params, hyper = given
     weights = {}
     if weight is not None:
       # By this name it is one of each worker.
       weights[STACKED] = checks.checked_weight(weight, workers)
-    config = config_of(state.layout.layout, weight is not None)
-    update_for_all = functools.partial(_update_for_all, config)
-    update = inside.for_workers(update_for_all, workers)
-    return update(updates, state, params, hyper, weights)
+    update_all = functools.partial(_update_all, config)
+    update = inside.for_workers(update_all, workers)
+    new_updates, state = update(
+      gradients, state, exchanged_only(params), hyper, weights
+    )
+    next_update = iter(jax.tree.leaves(new_updates))
+    in_order = []
+    for path, _, x in _tree.with_params(updates, like):
+      if path_keys(path) in exchanged:
+        in_order.append(next(next_update))
+      else:
+        in_order.append(jnp.zeros_like(x))
+    return jax.tree.structure(updates).unflatten(in_order), state
 
   return aggregating.Aggregator(init_fn, update_fn)
 
 
-def _update_for_all(
+def _update_all(
   config: algorithm.ExchangeConfig,
-  updates: Any,
+  gradients: chex.ArrayTree,
   state: DeMoState,
-  params: Any,
+  params: chex.ArrayTree | None,
   hyper: dict[str, Numeric],
   weights: dict[str, jax.Array],
   workers: Workers,
 ) -> tuple[chex.ArrayTree, DeMoState]:
-  """Updates with gradients laid out as `workers` have them."""
-  leaves = _tree.with_params(updates, params)
-  weight = weights.get(STACKED)
-  layout_leaves = iter(config.layout.leaves)
-  exchanged, is_updated = [], []
-  for path, gradient, param in leaves:
-    is_exchanged = _tree.is_exchanged(gradient if param is None else param)
-    if is_exchanged:
-      exchanged.append(gradient)
-    is_updated.append(is_exchanged and not next(layout_leaves).is_frozen)
-    if not is_updated[-1]:
-      continue
+  """Exchanges gradients that are laid out as `workers` have them."""
+  for path, gradient, param in _tree.with_params(gradients, params):
     if param is not None:
       checks.check_sharding(path, param, workers)
     checks.check_gradient(leaf_name(path), gradient, param, workers)
   _check_worker_state(state, config, workers)
-  new_updates: list[jax.Array] = []
+  leaves, structure = jax.tree.flatten(gradients)
+  updates: list[jax.Array] = []
   metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
-  if any(is_updated):
+  if leaves:
     algorithm.note(config)
-    new_updates, worker_state, metrics = algorithm.run_jitted(
+    updates, worker_state, metrics = algorithm.run_jitted(
       workers,
       config,
-      exchanged,
+      leaves,
       worker_state,
       algorithm.Hyper(state.count, **hyper),
-      weight,
+      weights.get(STACKED),
     )
-  next_update = iter(new_updates)
-  num_axes = int(workers.stacked_gradients)  # for workers
-  all_updates = []
-  for (_, gradient, param), has_new in zip(leaves, is_updated):
-    if has_new:
-      update = next(next_update).astype(gradient.dtype)
-    else:
-      update = _tree.zero_update(gradient, param, num_axes)
-    all_updates.append(update)
   new_state = DeMoState(
     count=optax.safe_increment(state.count),
     metrics=metrics,
     layout=state.layout,
     worker_stacked=worker_state,
   )
-  return jax.tree.structure(updates).unflatten(all_updates), new_state
+  updates = optax.tree.cast_like(updates, leaves)
+  return structure.unflatten(updates), new_state
 
 
 def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
