@@ -142,36 +142,37 @@ def _add_exchange(add: Callable[..., Any]) -> None:
 
 def _add_link(add: Callable[..., Any]) -> None:
   """Adds what decides about seconds."""
-  for name, default, what in (
+  for name, default, meaning in (
     ('--link-mbits', None, 'of a worker, in Mbit/s: prints seconds'),
     ('--latency-ms', 0.0, 'of the link, one way, in milliseconds'),
     ('--step-ms', 0.0, 'of a step without communication, in milliseconds'),
   ):
-    add(name, type=float, metavar='NUMBER', default=default, help=what)
+    add(name, type=float, metavar='NUMBER', default=default, help=meaning)
 
 
 def _over_link(plan: Plan, args: argparse.Namespace) -> str:
   """Returns seconds for communication and for a step, and what to do."""
   _checks.check_range('link_mbits', args.link_mbits, '(0, inf)')
-  step, rate = args.step_ms / 1e3, args.link_mbits * 1e6 / 8  # bytes a second
+  bytes_per_second = args.link_mbits * 1e6 / 8
+  latency, compute = args.latency_ms / 1e3, args.step_ms / 1e3
   lines = [f'{plan.num_workers} workers, seconds per step (modelled):']
   seconds = []
   for name, _, received, turns in plan.exchanges():
-    taken = received / rate + turns * args.latency_ms / 1e3
-    seconds.append(taken)
+    on_link = received / bytes_per_second + turns * latency
+    seconds.append(on_link)
     lines.append(
-      f'  {name:<20} {taken:>9.3g} of communication, {step + taken:>9.3g}'
-      ' in all'
+      f'  {name:<20} {on_link:>9.3g} of communication,'
+      f' {compute + on_link:>9.3g} in all'
     )
-  ours, _, narrow = seconds
+  exchange, _, all_reduce = seconds
+  saved, whole_step = all_reduce - exchange, compute + all_reduce
   # A tenth of the step is what makes a change worth its trouble.
-  saved, whole = narrow - ours, step + narrow
-  if saved >= 0.1 * whole:
+  if saved >= 0.1 * whole_step:
     lines.append(
-      f'The exchange saves {saved:.3g} s of the {whole:.3g} s of a'
-      f' step with an all-reduce in bfloat16 ({saved / whole:.0%}).'
+      f'The exchange saves {saved:.3g} s of the {whole_step:.3g} s of a'
+      f' step with an all-reduce in bfloat16 ({saved / whole_step:.0%}).'
     )
-  elif narrow < 0.1 * whole:
+  elif all_reduce < 0.1 * whole_step:
     lines.append('The link does not limit this step: all-reduce in bfloat16.')
   else:
     lines.append(
@@ -196,10 +197,10 @@ def _params(model: str) -> chex.ArrayTree:
     ) from error
 
   def zeros() -> chex.ArrayTree:
-    made, nnx = make(), sys.modules.get('flax.nnx')
-    if nnx and isinstance(made, nnx.Module):
-      made = nnx.state(made, nnx.Param)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+    params, nnx = make(), sys.modules.get('flax.nnx')
+    if nnx and isinstance(params, nnx.Module):
+      params = nnx.state(params, nnx.Param)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
 
   return jax.eval_shape(zeros)
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -118,20 +119,15 @@ def of_each(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    params, like = checks.params_and_like(updates, params, workers)
-    in_step, own_state = inside.is_in_step(), state.worker_stacked
-    updates = checks.check_gradients(updates, params, workers)
-    # Before a state of other parameters is taken for one of these.
-    expected = jax.eval_shape(tx.init, _tree.mask_others(like))
-    _tree.check_state(own_state, expected, int(not in_step), workers)
-    gradients = _tree.mask_others(updates)
+    own_state = state.worker_stacked
+    gradients, params = own_arguments(
+      updates, params, own_state, tx.init, workers
+    )
     shared = _tree.mask_others(params), extra_args
-    if in_step:
-      changed, own_state = update_one(gradients, own_state, shared)
-    else:
-      changed, own_state = lift.run_alone(
-        workers, update_one, gradients, own_state, shared
-      )
+    run = update_one
+    if not inside.is_in_step():
+      run = functools.partial(lift.run_alone, workers, update_one)
+    changed, own_state = run(gradients, own_state, shared)
 
     def unmask(
       given: jax.Array,
@@ -143,6 +139,27 @@ def of_each(
     return changed, PerWorkerState(own_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def own_arguments(
+  updates: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+  state: chex.ArrayTree,
+  init: Callable[[chex.ArrayTree], chex.ArrayTree],
+  workers: Workers,
+) -> tuple[Any, Any]:
+  """Returns the gradients that are exchanged, and the parameters with one.
+
+  Raises unless gradients are laid out for the workers, and the state is one
+  that `init` makes for their parameters.
+  """
+  params, like = checks.params_and_like(updates, params, workers)
+  updates = checks.check_gradients(updates, params, workers)
+  # Before a state of other parameters is taken for one of these.
+  expected = jax.eval_shape(init, _tree.mask_others(like))
+  num_axes = int(not inside.is_in_step())
+  _tree.check_state(state, expected, num_axes, workers)
+  return _tree.mask_others(updates), params
 
 
 def stack_own(
@@ -174,20 +191,20 @@ def stays_finite(
   Infinity in the old state, such as an initial best loss, may stay.
   """
 
-  def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    return [jnp.asarray(leaf) for leaf in leaves if _tree.is_inexact(leaf)]
+  def finite_leaves(tree: chex.ArrayTree) -> list[jax.Array]:
+    leaves = filter(_tree.is_inexact, jax.tree.leaves(tree))
+    return [*map(jnp.isfinite, leaves)]
 
-  finite = [*map(jnp.isfinite, inexact(updates))]
-  for leaf, before in zip(inexact(new), inexact(old)):
-    finite.append(jnp.isfinite(leaf) | ~jnp.isfinite(before))
+  finite = finite_leaves(updates)
+  for leaf, before in zip(finite_leaves(new), finite_leaves(old)):
+    finite.append(leaf | ~before)
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
   for leaf in finite:
-    all_of_leaf = leaf.all(tuple(range(1, leaf.ndim)))
-    rows[jax.typeof(all_of_leaf)].append(all_of_leaf)
+    finite_rows = leaf.all(tuple(range(1, leaf.ndim)))
+    rows[jax.typeof(finite_rows)].append(finite_rows)
   result = jnp.bool(True)
-  for alike in rows.values():
-    result &= functools.reduce(jnp.logical_and, alike).all()
+  for same_type in rows.values():
+    result &= functools.reduce(jnp.logical_and, same_type).all()
   return result

@@ -100,14 +100,14 @@ class Plan:
 
     What is sent in one turn waits for the latency of a link together.
     """
-    ring = self.num_workers - 1  # turns of an all-gather
-    own_turns = ring + (self.update_bytes > 0)  # messages to owners: one
+    gather_turns = self.num_workers - 1  # in a ring
+    own_turns = gather_turns + (self.update_bytes > 0)  # to owners: one
     rows: list[tuple[str, float, float, int]] = [
       ('this exchange', self.sent_bytes, self.received_bytes, own_turns)
     ]
     for name, itemsize in (('float32', 4), ('bfloat16', 2)):
-      moved = self.dense_bytes(itemsize)
-      rows.append((f'all-reduce {name}', moved, moved, 2 * ring))
+      each_way = self.dense_bytes(itemsize)
+      rows.append((f'all-reduce {name}', each_way, each_way, 2 * gather_turns))
     return rows
 
   def max_workers(self, itemsize: int = 4) -> float:
@@ -121,11 +121,11 @@ class Plan:
     if not self.leaves:
       return 0
     # What an all-reduce with very many workers receives beyond our sums.
-    saved = 2 * (self.size * itemsize - self.summed_bytes)
+    beyond = 2 * (self.size * itemsize - self.summed_bytes)
     if self.update_bytes or not self.payload_bytes:
-      always = self.payload_bytes + self.update_bytes < saved
-      return math.inf if always else 1
-    return max(1, math.ceil(saved / self.payload_bytes) - 1)
+      is_less = self.payload_bytes + self.update_bytes < beyond
+      return math.inf if is_less else 1
+    return max(1, math.ceil(beyond / self.payload_bytes) - 1)
 
   def __str__(self) -> str:
     return f'{self.table()}\n\n{self.totals()}'
@@ -134,16 +134,19 @@ class Plan:
 
   def table(self) -> str:
     """Returns the leaves as a table; equal ones share a row."""
+    header = ['leaf']
     # Names of the leaves that have one row.
     names = collections.defaultdict(list)
     for leaf in self.leaves:
-      names[_row(leaf)].append(leaf.name)
-    rows = [_HEADER]
+      row = _row(leaf)
+      header = ['leaf', *row]
+      names[*row.values()].append(leaf.name)
+    rows = [header]
     for (*cells, sent, blocks), (name, *others) in names.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
       rows.append([name, *cells, sent, blocks])
-    if all(row[-1] == '-' for row in rows[1:]):  # no leaf is sharded
+    if {row[-1] for row in rows[1:]} == {'-'}:  # no leaf is sharded
       rows = [row[:-1] for row in rows]
     # Of each column; the first one is aligned to the left.
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -245,9 +248,10 @@ def plan(
   layout = make_layout(params, compressor, specs)
   unsharded = make_layout(params, compressor, REPLICATED)
   leaves, size = [], 0
-  for leaf, alone in zip(layout.leaves, unsharded.leaves):
+  for leaf, unsharded_leaf in zip(layout.leaves, unsharded.leaves):
     if not leaf.is_frozen:
-      leaves.append(LeafBytes(leaf, leaf.record == alone.record))
+      as_unsharded = leaf.record == unsharded_leaf.record
+      leaves.append(LeafBytes(leaf, as_unsharded))
       size += math.prod(leaf.shape)
   values = resolve_update_values(exchange, update_values, workers)
   config = ExchangeConfig(
@@ -262,20 +266,24 @@ def plan(
   payload, summed, updates = _sent_by_device(config, count)
   if workers.only_gathers:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
-  sent, received = min(count - 1, 1) * payload, (count - 1) * payload
+  others = count - 1
+  sent, received = min(others, 1) * payload, others * payload
   if updates:  # to owners, and from them: equally many each way
-    sent = received = (payload + updates) // count * (count - 1)
-  sums = round(2 * summed * (count - 1) / count)  # in a ring
+    sent = received = (payload + updates) // count * others
+  ring_bytes = round(2 * summed * others / count)
   return Plan(
     leaves=tuple(leaves),
     size=size,
     num_workers=count,
     num_devices=specs.devices,
-    sent_bytes=(sent + sums) * specs.devices,
-    received_bytes=(received + sums) * specs.devices,
+    sent_bytes=(sent + ring_bytes) * specs.devices,
+    received_bytes=(received + ring_bytes) * specs.devices,
     payload_bytes=payload * specs.devices,
     summed_bytes=summed * specs.devices,
-    device_bytes={(workers.axis_name,): received + sums, **_joined(layout)},
+    device_bytes={
+      (workers.axis_name,): received + ring_bytes,
+      **_joined(layout),
+    },
     update_bytes=updates * specs.devices,
   )
 
@@ -309,38 +317,40 @@ def _sent_by_device(
   return message, summed, updates
 
 
-_HEADER = [
-  *('leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values'),
-  *('sent', 'blocks'),
-]
-
-
-def _row(costs: LeafBytes) -> tuple[str, ...]:
-  """Returns a leaf's row in the table, without its name."""
+def _row(costs: LeafBytes) -> dict[str, str]:
+  """Returns a leaf's row in the table by column, without its name."""
   leaf = costs.leaf
   # As for a leaf that is averaged.
-  chunk, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
+  row = {
+    'shape': _times(leaf.shape) or 'scalar',
+    'chunks': f'{costs.num_chunks}',
+    'of': 'whole',
+    'topk': 'all',
+    'indices': 'shared',
+    'bits': '-',
+    'values': 'averaged',
+    'sent': _num_bytes(costs.sent_bytes),
+    'blocks': '-',
+  }
   if leaf.chunks is not None:
-    sent_as = leaf.chunks.format
-    values = sent_as.values
+    chunk_format = leaf.chunks.format
+    row['values'] = chunk_format.values
     if not leaf.grid.whole:
-      chunk = _times(leaf.grid.lengths[-2:])
+      row['of'] = _times(leaf.grid.lengths[-2:])
     if leaf.grid.period > 1:
-      topk = f'1/{leaf.grid.period}'  # by turns
-    elif sent_as.k < sent_as.n:
-      topk = f'{sent_as.k}'
-    if not sent_as.shared:
-      indices = '-'
-    if code := sent_as.index_code:
-      indices = code.name
-      bits = f'{costs.index_bits:.2f}'
-  sent_text, blocks = _num_bytes(costs.sent_bytes), '-'
+      row['topk'] = f'1/{leaf.grid.period}'  # by turns
+    elif chunk_format.k < chunk_format.n:
+      row['topk'] = f'{chunk_format.k}'
+    if not chunk_format.shared:
+      row['indices'] = '-'
+    if index_code := chunk_format.index_code:
+      row['indices'] = index_code.name
+      row['bits'] = f'{costs.index_bits:.2f}'
   if _num_shards(leaf) > 1:
-    blocks = _times(leaf.sharding.blocks)
+    row['blocks'] = _times(leaf.sharding.blocks)
   if not costs.as_unsharded:
-    blocks += '*'
-  shape, chunks = _times(leaf.shape) or 'scalar', f'{costs.num_chunks}'
-  return shape, chunks, chunk, topk, indices, bits, values, sent_text, blocks
+    row['blocks'] += '*'
+  return row
 
 
 def _num_shards(leaf: Leaf) -> int:

@@ -74,23 +74,6 @@ def map_wide(
   )
 
 
-def zero_update(
-  gradient: jax.Array,
-  param: jax.Array | None,
-  lead: int,
-) -> jax.Array:
-  """Returns the update for a leaf that is not exchanged.
-
-  The gradient has `lead` axes for workers. Those of integers may be
-  NumPy's `float0`.
-  """
-  # That of the parameter, if gradients have none.
-  dtype = gradient.dtype
-  if dtype == jax.dtypes.float0 and param is not None:
-    dtype = param.dtype
-  return jnp.zeros(np.shape(gradient)[lead:], dtype)
-
-
 def params_of(
   gradients: chex.ArrayTree,
   params: chex.ArrayTree,
@@ -122,17 +105,15 @@ def params_of(
     ) from error
 
 
-def flatten_alike(
+def with_params(
   gradients: chex.ArrayTree,
   params: chex.ArrayTree | None,
-) -> tuple[list[tuple[Path, Any]], list[Any]]:
-  """Returns gradients with their paths, and their parameters or None."""
-  flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
-  if params is None:
-    return flat, [None] * len(flat)
-  # Annotations of variables may differ.
-  treedef = jax.tree.structure(without_variables(gradients))
-  return flat, treedef.flatten_up_to(without_variables(params))
+) -> list[tuple[Path, Any, Any]]:
+  """Returns each gradient's path, itself and its parameter, or None."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(gradients)
+  # Not by structure: annotations of variables may differ.
+  in_order = jax.tree.leaves(params) or [None] * len(flat)
+  return [(*gradient, param) for gradient, param in zip(flat, in_order)]
 
 
 def _wrappers() -> tuple[Any, Any]:
@@ -152,7 +133,9 @@ def without_variables(tree: chex.ArrayTree) -> Any:
   def value_of(x: Any) -> Any:
     if isinstance(x, boxes):
       return x.value
-    return x.get_value() if is_wrapper(x) else x
+    if isinstance(x, variables):
+      return x.get_value()
+    return x
 
   return jax.tree.map(value_of, tree, is_leaf=is_wrapper)
 
@@ -203,21 +186,28 @@ def differences(
 _ABSENT = ('nothing',)
 
 
+def first_lines(lines: list[str]) -> list[str]:
+  """Returns some lines, and how many there are more, for a message."""
+  if len(lines) < 5:
+    return lines
+  return [*lines[:4], f'... and {len(lines) - 4} more leaves.']
+
+
 def check_state(
   state: chex.ArrayTree,
   expected: chex.ArrayTree,
-  lead: int,
+  num_axes: int,
   workers: object,
 ) -> None:
   """Raises unless a state has the expected leaves, in their shapes.
 
-  Its leaves have `lead` axes for workers.
+  Its leaves have `num_axes` more, for workers.
   """
-  check_same(_shapes(state, lead), _shapes(expected, 0), workers)
+  check_same(_shapes(state, num_axes), _shapes(expected, 0), workers)
 
 
-def _shapes(state: chex.ArrayTree, lead: int) -> Words:
-  """Describes a state's leaves by name."""
+def _shapes(state: chex.ArrayTree, num_axes: int) -> Words:
+  """Describes the shapes of a state's leaves, without their first axes."""
 
   def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
@@ -226,7 +216,7 @@ def _shapes(state: chex.ArrayTree, lead: int) -> Words:
   for keys, leaf in leaves_of(without_variables(state), is_masked):
     shape = 'no array'
     if not is_masked(leaf):
-      shape = str(list(np.shape(leaf)[lead:]))
+      shape = str(list(np.shape(leaf)[num_axes:]))
     shapes[dotted(keys)] = [shape]
   return shapes
 
@@ -240,13 +230,13 @@ def check_same(
   lines = []
   for name, _, former, current in differences(state, expected):
     lines.append(f'{name}: {former} in the state, {current} in the update.')
-  if lines[3:]:
-    lines[3:] = [f'... and {len(lines) - 3} more leaves.']
   if lines:
+    found = ' '.join(first_lines(lines))
     raise ValueError(
       f'The state must be made for what update is given ({workers}), got one'
-      f' for something else: {" ".join(lines)} Make it with tx.init of the same'
+      f' for something else: {found} Make it with tx.init of the same'
       ' transformation and parameters, or take momentum over by'
-      ' demo_optax.checkpoint.from_leaves. Give one gradient per worker: an'
+      ' demo_optax.checkpoint.from_leaves, with resize=True from other workers,'
+      ' with rechunk=True from other chunks. Give one gradient per worker: an'
       ' averaged gradient must not reach the exchange.'
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._per_worker import stack_own, stays_finite
+from demo_optax._per_worker import own_arguments, stack_own, stays_finite
 from demo_optax.checkpoint.buckets import (
   coding_of,
   cut_bucket,
@@ -25,7 +25,7 @@ from demo_optax.checkpoint.buckets import (
 from demo_optax.compressors import Compressor
 from demo_optax.numerics.topk import Average
 from demo_optax.transformation import DeMoState, scale_by_demo
-from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers import Workers, inside
 from demo_optax.workers.collectives import without_types
 
 __all__ = [
@@ -156,17 +156,15 @@ def local_updates(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
-    # Parameters without a gradient are None, as in Equinox.
-    params, _ = checks.params_and_like(updates, params, workers)
     if params is None:
       raise ValueError(
         'params must be given, got None. Call tx.update(grads, state, params).'
       )
-    updates = checks.check_gradients(updates, params, workers)
     worker = state.worker_stacked
-    expected = jax.eval_shape(init_one, _tree.mask_others(params))
-    _tree.check_state(worker, expected, 0, workers)
-    gradients = _tree.mask_others(updates)
+    # Parameters without a gradient are None, as in Equinox.
+    gradients, params = own_arguments(
+      updates, params, worker, init_one, workers
+    )
     worker = _inner_step(inner, gradients, worker, extra_args)
     steps = state.steps_since_sync + 1
     period = sync_period
@@ -216,7 +214,7 @@ def _outer_step(
     state.global_params,
     **extra,
   )
-  start = jax.tree.map(_add, start, change)
+  start = optax.apply_updates(start, change)
   params = optax.tree.cast_like(start, worker.params)
   outer_state = optax.tree.cast_like(outer_state, state.outer)
   if drift:
@@ -236,10 +234,6 @@ def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
   """Returns how far a worker moved from the start, in the parameter's dtype."""
   rounded = start.astype(x.dtype).astype(start.dtype)
   return rounded - x.astype(start.dtype)
-
-
-def _add(start: jax.Array, update: jax.Array) -> jax.Array:
-  return (start.astype(update.dtype) + update).astype(start.dtype)
 
 
 def _change(
@@ -475,23 +469,20 @@ def _put_back(
   def add(
     given: tuple[list[jax.Array], dict[str, jax.Array]],
   ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    leaves, buckets = [*given[0]], {}
+    # As of several workers: [1, rows, n], or [1, devices, rows, n].
+    leaves, buckets = jax.tree.map(lambda x: x[None], given)
     for number, bucket in enumerate(layout.buckets):
       if not bucket.error_feedback:
         continue
-      # As of several workers: [1, rows, n], or [1, devices, rows, n].
-      momentum = given[1][bucket.name][None]
-      shared = {}
-      for member in layout.members(number):
-        update = leaves[member][None].astype(momentum.dtype)
-        shared[member] = encode(update, coding_of(layout.leaves[member]))
-      momentum += fill_bucket(layout, number, shared, momentum)
-      buckets[bucket.name] = momentum[0]
-      kept = cut_bucket(layout, number, momentum)
-      for member, coefficients in kept.items():
+      momentum = buckets[bucket.name]
+      coefficients = cut_bucket(layout, number, momentum)
+      for member in coefficients:
         coding = coding_of(layout.leaves[member])
-        leaves[member] = decode(coefficients, coding)[0]
-    return leaves, buckets
+        update = leaves[member].astype(momentum.dtype)
+        coefficients[member] += encode(update, coding)
+        leaves[member] = decode(coefficients[member], coding)
+      buckets[bucket.name] = fill_bucket(layout, number, coefficients, momentum)
+    return jax.tree.map(lambda x: x[0], (leaves, buckets))
 
   leaves, treedef = jax.tree.flatten(updates)
   leaves, buckets = without_types(add, (leaves, worker.momentum))

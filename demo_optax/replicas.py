@@ -75,15 +75,16 @@ def check_replicas(
     axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       worker_of[device] = index[axis]
-  several = {}
+  replicated = {}
   for keys, value in leaves_of(tree):
     array = comparable(value)
-    blocks = [block for _, _, block in _holders(array)]
+    held = _without_digests(array)
+    blocks = {copy.block for copy in held}
     # What is held once needs no digest.
-    if len({*blocks}) < len(blocks):
-      several[keys] = array
+    if len(blocks) < len(held):
+      replicated[keys] = array
   differences = []
-  for keys, held in copies(several).items():
+  for keys, held in copies(replicated).items():
     devices, numbers, processes = set(), set(), set()
     for copy in differing(held):
       processes.add(copy.process)
@@ -111,7 +112,7 @@ class Copy(NamedTuple):
   device: Any  # None if each process has the whole array
   process: int
   block: str
-  digest: bytes  # of uint32[2]
+  digest: bytes = b''  # of uint32[2]
 
 
 def comparable(value: Any) -> Array:
@@ -142,24 +143,23 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
     arrays[name] = array
     lines.append(f'{name} {array.shape} {array.dtype} {type(array)}')
   _check_tree(lines)
+  if not arrays:
+    return {}
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
   # uint32[arrays, devices, 2]
   shape = len(arrays), jax.local_device_count(), 2
   own_digests = np.zeros(shape, np.uint32)
-  for into, of_blocks in zip(own_digests, digests):
-    into[: len(of_blocks)] = jax.device_get(of_blocks)
-  gathered = own_digests
-  if arrays:
-    # uint32[processes, arrays, devices, 2]
-    gathered = multihost_utils.process_allgather(own_digests)
-  held: dict[Name, list[Copy]] = {}
+  for row, array_digests in zip(own_digests, digests):
+    row[: len(array_digests)] = jax.device_get(array_digests)
+  # uint32[processes, arrays, devices, 2]
+  gathered = multihost_utils.process_allgather(own_digests)
+  held = collections.defaultdict(list)
   for number, (name, array) in enumerate(arrays.items()):
     # A process lists its devices' digests by their numbers.
-    in_order = [iter(of_process[number]) for of_process in gathered]
-    held[name] = []
-    for device, process, block in _holders(array):
-      digest = next(in_order[process]).tobytes()
-      held[name].append(Copy(device, process, block, digest))
+    in_order = [iter(process_digests[number]) for process_digests in gathered]
+    for copy in _without_digests(array):
+      digest = next(in_order[copy.process]).tobytes()
+      held[name].append(copy._replace(digest=digest))
   return held
 
 
@@ -200,31 +200,33 @@ def content_digest(held: Sequence[Copy]) -> str:
   return total.astype('>u4').tobytes().hex()
 
 
-def _holders(array: Array) -> list[tuple[Any, int, str]]:
-  """Returns each copy's device, process and block, in the order of devices."""
+def _without_digests(array: Array) -> list[Copy]:
+  """Returns an array's copies in the order of devices, not yet digested."""
   if not isinstance(array, jax.Array):
-    return [(None, process, '') for process in range(jax.process_count())]
+    return [Copy(None, process, '') for process in range(jax.process_count())]
+  held = []
   blocks: Any = array.sharding.devices_indices_map(array.shape)
-  holders: list[tuple[Any, int, str]] = []
   for device in sorted(blocks, key=lambda device: device.id):
-    holders.append((device, device.process_index, str(blocks[device])))
-  return holders
+    block = str(blocks[device])
+    held.append(Copy(device, device.process_index, block))
+  return held
 
 
 def _digest_blocks(array: Array) -> list[Array]:
-  """Digests an array's blocks in this process, as `_holders` orders."""
+  """Digests an array's blocks in this process, in the order of devices."""
   if not isinstance(array, jax.Array):
     start = np.zeros(array.ndim, np.uint32)
     return [packing.digest_block(array, start, array.shape)]
   digests = []
-  for shard in sorted(array.addressable_shards, key=lambda x: x.device.id):
+  shards = array.addressable_shards
+  for shard in sorted(shards, key=lambda shard: shard.device.id):
     # Where the block begins: words count with their places in the array.
-    starts = [part.start or 0 for part in shard.index]
+    starts = [places.start or 0 for places in shard.index]
     start = np.array(starts, np.uint32)
-    data: Array = shard.data
+    block: Array = shard.data
     if platform.digests_on_host(shard.device):
-      data = np.asarray(data)
+      block = np.asarray(block)
     # On this device, not on the mesh that the caller has set.
     with jax.set_mesh(Mesh([shard.device], ('device',))):
-      digests.append(packing.digest_block(data, start, array.shape))
+      digests.append(packing.digest_block(block, start, array.shape))
   return digests

@@ -75,7 +75,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
           ' one of its states.'
         )
       # The parameter is sharded as its coefficients.
-      sharding = placement.of(coefficients)
+      sharding = placement.sharding_of(coefficients)
       moments[leaf.name] = placement.run(
         decode,
         coefficients,
@@ -114,26 +114,24 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, Any]:
   Raises:
     ValueError: there is no exchange in the state.
   """
-  state = dict(_paths.leaves_of(opt_state))
   # By path: Flax keeps no types.
-  stacked = {}
-  roots, busy = [], set()
-  for keys, leaf in state.items():
+  stacked, roots_with_leaves = {}, set()
+  metrics: dict[Keys, dict[str, Any]] = {}
+  for keys, array in _paths.leaves_of(opt_state):
     if _paths.is_stacked(keys):
-      stacked[keys] = leaf
-      busy.add(keys[: keys.index(STACKED)])
-    elif keys[-2:] == ('metrics', 'num_excluded'):
-      roots.append(keys[:-2])
+      stacked[keys] = array
+      roots_with_leaves.add(keys[: keys.index(STACKED)])
+    elif keys[-2:-1] == ('metrics',):
+      metrics.setdefault(keys[:-2], {})[keys[-1]] = array
   _warn_if_replicated(stacked)
-  if not roots:
+  exchanges = [
+    root for root, found in metrics.items() if 'num_excluded' in found
+  ]
+  if not exchanges:
     raise ValueError(_NO_STATE)
   # The first exchange with leaves, or the first.
-  root = next(filter(busy.__contains__, roots), roots[0])
-  metrics = {}
-  for keys, leaf in state.items():
-    if keys[:-1] == (*root, 'metrics'):
-      metrics[keys[-1]] = leaf
-  return metrics
+  with_leaves = filter(roots_with_leaves.__contains__, exchanges)
+  return metrics[next(with_leaves, exchanges[0])]
 
 
 def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:

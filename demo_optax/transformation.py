@@ -14,7 +14,15 @@ from chex import Numeric
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
+from demo_optax._paths import (
+  STACKED,
+  Keys,
+  Path,
+  dotted,
+  leaf_name,
+  leaves_of,
+  path_keys,
+)
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, make_layout
@@ -173,9 +181,8 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  if not _tree.is_function(compressor):  # it needs the parameters
-    like = jax.tree.map(lambda x: 0, compressor, is_leaf=lambda x: x is None)
-    per_leaf(compressor, like)
+  if not _tree.is_function(compressor):  # which needs the parameters
+    per_leaf(compressor, compressor)
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _checks.check_range('decay', decay, '[0, 1)')
   if not callable(gradient_weight):
@@ -238,69 +245,75 @@ def scale_by_demo(
     params, like = checks.params_and_like(updates, params, workers)
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
-    given = updates, state, params, hyper
+    config = config_of(state.layout.layout, weight is not None)
+    leaves = config.layout.leaves
+    exchanged = {leaf.keys for leaf in leaves if not leaf.is_frozen}
+
+    def mask(path: Path, x: Any) -> Any:
+      return x if path_keys(path) in exchanged else optax.MaskedNode()
+
+    exchanged_only = functools.partial(jax.tree_util.tree_map_with_path, mask)
+    given = exchanged_only(updates), state, params, hyper
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
+    gradients, state, params, hyper = given
+    weights = {}
     if weight is not None:
       # By this name it is one of each worker.
-      of_worker = {STACKED: checks.checked_weight(weight, workers)}
-      given = *given[:3], given[3] | of_worker
-    return inside.for_workers(stacked_update_fn, workers)(*given)
-
-  def stacked_update_fn(
-    updates: Any,
-    state: DeMoState,
-    params: Any,
-    hyper: Any,
-    workers: Workers,
-  ) -> tuple[chex.ArrayTree, DeMoState]:
-    """Updates with gradients laid out as `workers` have them."""
-    with_paths, given = _tree.flatten_alike(updates, params)
-    lead = 1 if workers.stacked_gradients else 0
-    hyper = dict(hyper)
-    weight = hyper.pop(STACKED, None)
-    config = config_of(state.layout.layout, weight is not None)
-    leaves = iter(config.layout.leaves)  # of what is exchanged
-    exchanged, left_out = [], []
-    for (path, gradient), param in zip(with_paths, given):
-      is_exchanged = _tree.is_exchanged(gradient if param is None else param)
-      if is_exchanged:
-        exchanged.append(gradient)
-      is_frozen = is_exchanged and next(leaves).is_frozen
-      left_out.append(is_frozen or not is_exchanged)
-      if is_frozen:
-        continue
-      if is_exchanged and param is not None:
-        checks.check_sharding(path, param, workers)
-      checks.check_gradient(leaf_name(path), gradient, param, workers)
-    _check_buckets(state, config, workers)
-    found: list[jax.Array] = []
-    metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
-    if not all(left_out):
-      algorithm.note(config)
-      found, worker_state, metrics = algorithm.run_jitted(
-        workers,
-        config,
-        exchanged,
-        worker_state,
-        algorithm.Hyper(state.count, **hyper),
-        weight,
-      )
-    in_order = iter(found)
-    in_leaves = []
-    for (_, gradient), param, is_left_out in zip(with_paths, given, left_out):
-      if is_left_out:
-        in_leaves.append(_tree.zero_update(gradient, param, lead))
-      else:
-        in_leaves.append(next(in_order).astype(gradient.dtype))
-    return jax.tree.structure(updates).unflatten(in_leaves), DeMoState(
-      count=optax.safe_increment(state.count),
-      metrics=metrics,
-      layout=state.layout,
-      worker_stacked=worker_state,
+      weights[STACKED] = checks.checked_weight(weight, workers)
+    update_all = functools.partial(_update_all, config)
+    update = inside.for_workers(update_all, workers)
+    new_updates, state = update(
+      gradients, state, exchanged_only(params), hyper, weights
     )
+    next_update = iter(jax.tree.leaves(new_updates))
+    in_order = []
+    for path, _, x in _tree.with_params(updates, like):
+      if path_keys(path) in exchanged:
+        in_order.append(next(next_update))
+      else:
+        in_order.append(jnp.zeros_like(x))
+    return jax.tree.structure(updates).unflatten(in_order), state
 
   return aggregating.Aggregator(init_fn, update_fn)
+
+
+def _update_all(
+  config: algorithm.ExchangeConfig,
+  gradients: chex.ArrayTree,
+  state: DeMoState,
+  params: chex.ArrayTree | None,
+  hyper: dict[str, Numeric],
+  weights: dict[str, jax.Array],
+  workers: Workers,
+) -> tuple[chex.ArrayTree, DeMoState]:
+  """Exchanges gradients that are laid out as `workers` have them."""
+  for path, gradient, param in _tree.with_params(gradients, params):
+    if param is not None:
+      checks.check_sharding(path, param, workers)
+    checks.check_gradient(leaf_name(path), gradient, param, workers)
+  _check_worker_state(state, config, workers)
+  leaves, structure = jax.tree.flatten(gradients)
+  updates: list[jax.Array] = []
+  metrics, worker_state = algorithm.no_metrics(), state.worker_stacked
+  if leaves:
+    algorithm.note(config)
+    updates, worker_state, metrics = algorithm.run_jitted(
+      workers,
+      config,
+      leaves,
+      worker_state,
+      algorithm.Hyper(state.count, **hyper),
+      weights.get(STACKED),
+    )
+  new_state = DeMoState(
+    count=optax.safe_increment(state.count),
+    metrics=metrics,
+    layout=state.layout,
+    worker_stacked=worker_state,
+  )
+  updates = optax.tree.cast_like(updates, leaves)
+  return structure.unflatten(updates), new_state
 
 
 def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
@@ -330,28 +343,21 @@ def check_layout(
     _tree.check_same(order, {'The leaves': ['these']}, workers)
 
 
-def _check_buckets(
+def _check_worker_state(
   state: DeMoState,
   config: algorithm.ExchangeConfig,
   workers: Workers,
 ) -> None:
   """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
-  made = {
-    keys: jnp.shape(array) for keys, array in leaves_of(state.worker_stacked)
-  }
-  needed = {}
-  for keys, array in leaves_of(config.state_on_device):
-    needed[keys] = workers.bucket_shape(array.shape)
-  for keys in (*made, *needed):
-    size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
-    if size != shape:
-      raise ValueError(
-        f'{name} in the state must be {shape or "absent"} for {workers} and'
-        f' {config}, got {size or "nothing"}. Make the state with tx.init of'
-        ' the transformation and workers that update uses, or take momentum'
-        ' over: demo_optax.checkpoint.from_leaves(..., resize=True).'
-      )
+
+  def for_all(on_device: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    shape = workers.bucket_shape(on_device.shape)
+    return jax.ShapeDtypeStruct(shape, on_device.dtype)
+
+  expected = jax.tree.map(for_all, config.state_on_device)
+  made_for = f'{workers}, {config}'
+  _tree.check_state(state.worker_stacked, expected, 0, made_for)
 
 
 def check_digest(

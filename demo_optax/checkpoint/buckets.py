@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import STACKED, Keys
-from demo_optax.checkpoint.placement import Value, of, run
+from demo_optax.checkpoint.placement import Value, run, sharding_of
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
@@ -63,10 +63,11 @@ def _each_shard(
 ) -> Array:
   """Calls a function for every shard on every worker."""
   # As if each dimension were sharded over an axis, with a device per block.
-  sizes = {f'axis_{dim}': count for dim, count in enumerate(coding.blocks)}
-  workers = Workers.simulated(len(x), None, sizes)
-  axes = workers.param_specs.axes  # those with several blocks
-  spec = Spec(True, keep(P(*sizes), axes))
+  numbered = enumerate(coding.blocks)
+  axis_sizes = {f'axis_{dimension}': count for dimension, count in numbered}
+  workers = Workers.simulated(len(x), None, axis_sizes)
+  several_blocks = workers.param_specs.axes
+  spec = Spec(True, keep(P(*axis_sizes), several_blocks))
   one_shard = functools.partial(
     fun,
     grid=coding.grid,
@@ -93,7 +94,7 @@ def take_momentum(
 def cut_bucket(
   layout: Layout,
   number: int,
-  bucket: Value,
+  array: Value,
 ) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
@@ -102,85 +103,82 @@ def cut_bucket(
   """
   shapes, shardings = {}, {}
   for member in layout.members(number):
-    shapes[member] = _leaf_like(layout.leaves[member], bucket)
+    shapes[member] = _leaf_like(layout.leaves[member], array)
     shardings[member] = shapes[member].sharding
-  if isinstance(bucket, Shape):
+  if isinstance(array, Shape):
     return shapes
-  return run(_leaves_of, bucket, shardings, layout, number)
+  return run(_leaves_of, array, shardings, layout, number)
 
 
 def fill_bucket(
   layout: Layout,
   number: int,
-  leaves: Mapping[int, Value],
+  coefficients: Mapping[int, Value],
   like: Value,
 ) -> Value:
   """Undoes `cut_bucket`; returns an array placed as `like`."""
-  return run(_bucket_of, leaves, of(like), layout, number)
+  return run(_bucket_of, coefficients, sharding_of(like), layout, number)
 
 
-def _leaf_like(leaf: Leaf, bucket: chex.Array | Shape) -> Shape:
+def _leaf_like(leaf: Leaf, array: chex.Array | Shape) -> Shape:
   """Returns shape and sharding of a leaf that is cut out of a bucket."""
   *counts, n = leaf.grid.coefficients_shape
   # The chunks from all shards along each dimension.
-  counts_of_all = map(operator.mul, leaf.sharding.blocks, counts)
-  shape = bucket.shape[0], *counts_of_all, n
-  sharding = of(bucket)
+  all_counts = map(operator.mul, leaf.sharding.blocks, counts)
+  shape = array.shape[0], *all_counts, n
+  sharding = sharding_of(array)
   if isinstance(sharding, NamedSharding):
     worker_axis = entry(sharding.spec, 0) or None
     spec = P(worker_axis, *leaf.sharding.spec)
     sharding = NamedSharding(sharding.mesh, spec)
-  return Shape(shape, bucket.dtype, sharding=sharding)
+  return Shape(shape, array.dtype, sharding=sharding)
 
 
 def _leaves_of(
-  bucket: Array,
+  array: Array,
   layout: Layout,
   number: int,
 ) -> dict[int, Array]:
-  """Returns a bucket's leaves by number."""
-  like = layout.buckets[number]
-  workers, specs = _workers_and_specs(layout, number, len(bucket))
+  """Returns the coefficients in a bucket by leaf number."""
+  bucket = layout.buckets[number]
+  workers, specs = _workers_and_specs(layout, number, len(array))
 
   def one_device(rows: Array) -> dict[int, Array]:
+    own_chunks = rows.reshape(bucket.shape)[: bucket.num_chunks]
     # [chunks of all devices with these shards, n]
-    own_chunks = rows.reshape(like.shape)[: like.num_chunks]
-    chunks = workers.group.join_devices(own_chunks, like.split_axes)
-    leaves = {}
-    for member, of_leaf in layout.split(number, chunks).items():
-      grid = layout.leaves[member].grid
-      leaves[member] = of_leaf.reshape(grid.coefficients_shape)
-    return leaves
+    chunks = workers.group.join_devices(own_chunks, bucket.split_axes)
+    coefficients = {}
+    for member, leaf_chunks in layout.split(number, chunks).items():
+      shape = layout.leaves[member].grid.coefficients_shape
+      coefficients[member] = leaf_chunks.reshape(shape)
+    return coefficients
 
   in_specs = (workers.bucket_spec,)
   mapped = lift.map_over(workers, one_device, in_specs, specs)
-  return mapped(bucket)
+  return mapped(array)
 
 
 def _bucket_of(
-  leaves: Mapping[int, Array],
+  coefficients: Mapping[int, Array],
   layout: Layout,
   number: int,
 ) -> Array:
-  """Returns the bucket with these coefficients."""
-  like = layout.buckets[number]
-  first, *_ = leaves.values()
+  """Undoes `_leaves_of`."""
+  bucket = layout.buckets[number]
+  first, *_ = coefficients.values()
   workers, specs = _workers_and_specs(layout, number, len(first))
 
-  def one_device(coefficients: Mapping[int, Array]) -> Array:
-    chunks = {}
-    for member, of_leaf in coefficients.items():
-      grid = layout.leaves[member].grid
-      chunks[member] = of_leaf.reshape(grid.num_chunks, -1)
-    of_all = layout.join(number, chunks, like.all_chunks)
-    device = workers.group.device_index(like.split_axes)
-    rows = like.of_device(of_all, device)
+  def one_device(own: Mapping[int, Array]) -> Array:
+    # [chunks of all devices with these shards, n]
+    chunks = layout.join(number, own, bucket.all_chunks)
+    device = workers.group.device_index(bucket.split_axes)
+    rows = bucket.of_device(chunks, device)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 
   out_spec = workers.bucket_spec
   mapped = lift.map_over(workers, one_device, (specs,), out_spec)
-  return mapped(leaves)
+  return mapped(coefficients)
 
 
 def _workers_and_specs(

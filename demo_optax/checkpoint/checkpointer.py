@@ -108,7 +108,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       describe(self._wanted),
       dict.fromkeys(REMEDIES, remedy),
     )
-    arrays, about = _described(leaves)
+    arrays, descriptions = _described(leaves)
     # One for each save: after an error it would repeat the error.
     writer = self._pending.enter_context(
       ocp.training.Checkpointer(
@@ -123,7 +123,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       step,
       arrays,
       force=True,
-      custom_metadata=about,
+      custom_metadata=descriptions,
     )
     self._pending.callback(saved.result)
 
@@ -169,21 +169,21 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def _read(self, path: epath.Path) -> dict[str, Value]:
     """Returns a checkpoint's leaves; raises if it is damaged."""
     # Written by Orbax beside the arrays.
-    about = ocp.metadata(path).custom_metadata
-    if not about:
+    descriptions = ocp.metadata(path).custom_metadata
+    if not descriptions:
       raise ValueError('it has no digests')
     targets = {}
-    for name, (dtype, shape, *_) in about.items():
+    for name, (dtype, shape, *_) in descriptions.items():
       targets[name] = _target(tuple(shape), dtype, self._wanted.get(name))
     arrays = ocp.load(path, targets)
     # Digests are made where the arrays are: nothing is gathered.
     copies = replicas.copies(arrays)
-    for name, (*_, impl, digest) in about.items():
+    for name, (*_, key_impl, digest) in descriptions.items():
       if replicas.content_digest(copies[name]) != digest:
         raise ValueError(f'{name} is not what was saved')
-      if impl is not None:
-        data = jnp.asarray(arrays[name])
-        arrays[name] = jax.random.wrap_key_data(data, impl=impl)
+      if key_impl is not None:
+        key_data = jnp.asarray(arrays[name])
+        arrays[name] = jax.random.wrap_key_data(key_data, impl=key_impl)
     return arrays
 
 
@@ -194,18 +194,18 @@ def _described(
   # Compared before anything is written.
   copies = replicas.copies(leaves)
   arrays: dict[str, Value] = {}
-  about = {}
+  descriptions = {}
   for name, leaf in leaves.items():
     _check_same(name, copies[name])
-    impl = None
+    key_impl = None
     if prng.is_key_array(leaf):
-      impl = str(jax.random.key_impl(leaf))
+      key_impl = str(jax.random.key_impl(leaf))
     array = replicas.comparable(leaf)
     digest = replicas.content_digest(copies[name])
-    about[name] = [str(array.dtype), array.shape, impl, digest]
+    descriptions[name] = [str(array.dtype), array.shape, key_impl, digest]
     # A copy: the caller may write to NumPy's while it is saved.
     arrays[name] = np.array(array) if isinstance(array, np.ndarray) else array
-  return arrays, about
+  return arrays, descriptions
 
 
 def _target(
@@ -217,7 +217,7 @@ def _target(
 
   Otherwise on the host, as keys are.
   """
-  sharding = placement.of(wanted)
+  sharding = placement.sharding_of(wanted)
   if (
     sharding is None
     or (wanted.shape, str(wanted.dtype)) != (shape, dtype)

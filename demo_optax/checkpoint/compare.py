@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from demo_optax._paths import STACKED, dotted
-from demo_optax._tree import Words, differences
+from demo_optax._tree import Words, differences, first_lines
 from demo_optax.checkpoint.placement import Value
 from demo_optax.compressors.layout import Record, in_words
 from demo_optax.numerics import prng
@@ -24,40 +24,45 @@ def read_records(text: Value) -> dict[str, Record]:
 
 def describe(leaves: Mapping[str, Value]) -> Words:
   """Describes what `_PROBLEMS` are about, in words, by name."""
-  roots = {}
-  for name, text in leaves.items():
+  # By the beginning of the names in an exchange's state.
+  records = {}
+  for name, array in leaves.items():
     if name.endswith(RECORDS):
-      roots[name.removesuffix(RECORDS)] = read_records(text)
+      records[name.removesuffix(RECORDS)] = read_records(array)
   words: dict[str, tuple[str, ...]] = {}
-  residuals: dict[str, list[str]] = {root: [] for root in roots}
+  residuals: dict[str, list[str]] = {root: [] for root in records}
   for name, array in leaves.items():
     root, stacked, path = name.partition(STACKED)
-    field, _, leaf = path[1:].partition('.')
+    field, _, leaf_name = path[1:].partition('.')
     if not stacked:
       words[name] = (_type(array),)
       continue
-    count = f'{len(array)} workers'
-    if root not in roots:
-      words[name] = f"each worker's {_type(array, 1)}", '', '', count
+    workers = f'{len(array)} workers'
+    if root not in records:
+      words[name] = f"each worker's {_type(array, 1)}", '', '', workers
     elif field == 'momentum':
-      record = roots[root][leaf or dotted(())]
-      words[name] = *in_words(record), count
+      record = records[root][leaf_name or dotted(())]
+      words[name] = *in_words(record), workers
     else:
-      residuals[root].append(f'{leaf} {array.shape}')
+      residuals[root].append(f'{leaf_name} {array.shape}')
   for root, shapes in residuals.items():
     text = 'no residuals'
     if shapes:
-      places = np.asarray(leaves[root + DIGEST]).tobytes().hex()[:8]
-      text = f'residuals {", ".join(shapes)} at {places}'
+      digest = np.asarray(leaves[root + DIGEST]).tobytes().hex()
+      text = f'residuals {", ".join(shapes)} at {digest[:8]}'
     words[root + RECORDS] = 'an exchange', '', '', text
   return words
 
 
-def _type(x: Value, lead: int = 0) -> str:
-  """Describes what never changes; of a single number only its kind."""
-  if x.shape or prng.is_key_array(x):
-    return f'{x.dtype}[{",".join(map(str, x.shape[lead:]))}]'
-  number = np.zeros((), x.dtype).item()
+def _type(array: Value, num_axes: int = 0) -> str:
+  """Describes what never changes; of a single number only its kind.
+
+  Without the first axes of an array, for workers.
+  """
+  if array.shape or prng.is_key_array(array):
+    shape = ','.join(map(str, array.shape[num_axes:]))
+    return f'{array.dtype}[{shape}]'
+  number = np.zeros((), array.dtype).item()
   return f'one {type(number).__name__}'
 
 
@@ -70,22 +75,18 @@ def check_fits(
 
   `remedies` has a sentence for each problem that is refused.
   """
-  allowed = [
-    number for number, name in enumerate(_PROBLEMS) if name not in remedies
-  ]
+  problems = enumerate(_PROBLEMS)
+  allowed = [place for place, problem in problems if problem not in remedies]
   lines = collections.defaultdict(list)
   for name, place, former, current in differences(saved, wanted, allowed):
     line = f'{name}: {former} in the checkpoint, {current} here.'
     lines[_PROBLEMS[place]].append(line)
-  text = ['The checkpoint must fit like, got one that differs.']
+  message = ['The checkpoint must fit like, got one that differs.']
   for problem, problem_lines in lines.items():
     # A few lines say which; the remedy is the same for all.
-    text += problem_lines[:4]
-    if problem_lines[4:]:
-      text.append(f'... and {len(problem_lines) - 4} more leaves.')
-    text.append(remedies[problem])
+    message += [*first_lines(problem_lines), remedies[problem]]
   if lines:
-    raise ValueError('\n'.join(text))
+    raise ValueError('\n'.join(message))
 
 
 # What the words for a leaf are about.

@@ -11,6 +11,7 @@ describes its chunks:
 """
 
 import json
+import operator
 from collections.abc import Mapping
 
 import chex
@@ -150,46 +151,48 @@ def from_leaves(
     del remedies['workers']
   # Shapes alone: nothing is computed before all fits.
   wanted = to_leaves(jax.tree.map(abstract, like))
-  old_words, new_words = describe(saved), describe(wanted)
-  check_fits(old_words, new_words, remedies)
+  saved_words, wanted_words = describe(saved), describe(wanted)
+  check_fits(saved_words, wanted_words, remedies)
 
   def converted(keys: Keys, codings: Codings = None) -> Value:
     """Returns a saved leaf for the workers and chunks in `like`."""
     name = dotted(keys)
-    array, x = saved[name], wanted[name]
+    array, target = saved[name], wanted[name]
     if not _paths.is_stacked(keys):
       return array
-    if codings is None and len(array) == len(x):
+    if codings is None and len(array) == len(target):
       return array
-    return placement.run(_convert, array, placement.of(x), len(x), codings)
+    sharding = placement.sharding_of(target)
+    return placement.run(_convert, array, sharding, len(target), codings)
 
-  arrays = dict(_paths.leaves_of(like))
+  targets = dict(_paths.leaves_of(like))
   restored: dict[Keys, Value] = {}
   for root, layout in layouts.items():
     restored[*root, 'layout', 'digest'] = layout.digest
     name = dotted((*root, RECORDS))
     records = read_records(saved[name])
-    has_same_places = old_words[name] == new_words[name]
+    has_same_places = saved_words[name] == wanted_words[name]
+    momentum = *root, STACKED, 'momentum'
     for number, bucket in enumerate(layout.buckets):
-      stacked_root = *root, STACKED
-      keys = *stacked_root, 'update_residual', bucket.name
-      if keys in arrays and not has_same_places:
-        restored[keys] = np.zeros(arrays[keys].shape, arrays[keys].dtype)
-      keys = *stacked_root, 'momentum', bucket.name
-      if keys not in arrays:
+      residual = *root, STACKED, 'update_residual', bucket.name
+      if residual in targets and not has_same_places:
+        target = targets[residual]
+        restored[residual] = np.zeros(target.shape, target.dtype)
+      if not bucket.error_feedback:
         continue
       coefficients = {}
       for member in layout.members(number):
         leaf = layout.leaves[member]
         codings = _codings(records[leaf.name], leaf, layout)
-        coefficients[member] = converted((*keys[:-1], *leaf.keys), codings)
-      restored[keys] = fill_bucket(layout, number, coefficients, arrays[keys])
+        coefficients[member] = converted((*momentum, *leaf.keys), codings)
+      keys = *momentum, bucket.name
+      restored[keys] = fill_bucket(layout, number, coefficients, targets[keys])
 
-  def place(path: Path, x: Value) -> Value:
+  def place(path: Path, target: Value) -> Value:
     keys = _paths.path_keys(path)
     if keys not in restored:
       restored[keys] = converted(keys)
-    return placement.place(dotted(keys), restored[keys], x)
+    return placement.place(dotted(keys), restored[keys], target)
 
   return jax.tree_util.tree_map_with_path(place, like)
 
@@ -240,9 +243,9 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
   """Returns a saved leaf's coding; raises if its basis is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
   # Chunks are cut shard by shard.
-  shard = np.floor_divide(record['shape'], blocks).astype(int)
+  shard = map(operator.floordiv, record['shape'], blocks)
   grid = ChunkGrid(
-    tuple(shard.tolist()),
+    tuple(shard),
     tuple(record['lengths']),
     record['whole'],
     fold and tuple(fold),
@@ -251,7 +254,8 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
   # Those of the package, and the user's own in this state.
   known = dict(vars(bases))
   for bucket in layout.buckets:
-    known[type(bucket.basis).__name__] = type(bucket.basis)
+    basis_type = type(bucket.basis)
+    known[basis_type.__name__] = basis_type
   if name not in known:
     raise ValueError(
       f'The transform of the checkpoint must be known for rechunk, got {name}'

@@ -52,7 +52,7 @@ def run(
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-def of(x: Value) -> Sharding:
+def sharding_of(x: Value) -> Sharding:
   """Returns where an array is, or where a shape shall be, if that is known."""
   return getattr(x, 'sharding', None)
 

@@ -27,8 +27,8 @@ def regroup(x: chex.Array, num_workers: int) -> chex.Array:
     stack = x.__array_namespace__().stack
     return stack(means).astype(x.dtype)
   # From the worker with the most cells, the first among equals.
-  most = [np.bincount(covering).argmax() for covering in covered]
-  chosen = x[np.array(most)]
+  largest = [np.bincount(covering).argmax() for covering in covered]
+  chosen = x[np.array(largest)]
   if prng.is_key_array(x) and num_workers > former:
     # Else several workers would have one key.
     return jax.vmap(prng.fold)(chosen, jnp.arange(num_workers))

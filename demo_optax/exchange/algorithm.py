@@ -259,8 +259,8 @@ def run(
 ) -> tuple[list[Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
-  Takes the gradient of each leaf, state and weights as `workers` hold them. The
-  updates are those of the exchanged leaves, in the parameters' shapes.
+  Takes the gradients of the exchanged leaves, state and weights as `workers`
+  hold them. The updates have the parameters' shapes.
   """
   leaves = config.layout.leaves
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
@@ -300,8 +300,7 @@ def run(
     ),
     ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
-  own = [gradients[member] for member in exchanged]
-  updates, state, metrics = mapped(own, state, hyper, weight)
+  updates, state, metrics = mapped([*gradients], state, hyper, weight)
   # An update has the type of its parameter, which Explicit meshes compare.
   placed = []
   for member, update in zip(exchanged, updates):

@@ -84,11 +84,11 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
       " steps, add static_args=('compressor',"
       " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
-  axes = []
-  for inferred in _inferred(params).values():
-    is_matrix = isinstance(inferred, MuonDimensionNumbers)
-    axes.append(inferred if is_matrix else None)
-  return jax.tree.structure(params).unflatten(axes)
+  leaves = []
+  for axes in _inferred(params).values():
+    is_matrix = isinstance(axes, MuonDimensionNumbers)
+    leaves.append(axes if is_matrix else None)
+  return jax.tree.structure(params).unflatten(leaves)
 
 
 def describe_matrices(params: chex.ArrayTree) -> str:
@@ -127,8 +127,7 @@ def _infer(
 ) -> MuonDimensionNumbers | str:
   """Returns a matrix's axes, or a reason why there are no such axes."""
   shape = shapes[keys]
-  ndim = len(shape)
-  if ndim < 2:
+  if len(shape) < 2:
     return 'fewer than two dimensions'
   # Other ancestors say where a module is, not what it does.
   parent, name = ('', '', *_names(keys))[-2:]
@@ -137,25 +136,39 @@ def _infer(
   for module in (name, parent):
     if _MODULES.search(_words(module)):
       return module
-  *stack, left, right = range(ndim)
-  inputs: tuple[int, ...] = (left,)
-  outputs: tuple[int, ...] = (right,)
-  if ndim > 2 and name in ('kernel', 'w', 'weight', ''):
-    # Flax keeps heads apart: `[in, heads, size]`, `[heads, size, out]`.
-    query = shapes.get((*keys[:-2], 'query', name), ())
-    if parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
-      inputs, outputs = (stack[-1],), (left, right)
-    elif parent == 'out' and shape[-3:-1] == query[-2:]:
-      inputs = (stack[-1], left)
-    elif 'conv' in _words(parent).split() or _has_window(name, shape):
-      inputs = (*stack, left)
-      if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
-        inputs, outputs = tuple(range(1, ndim)), (0,)
+  query = shapes.get((*keys[:-2], 'query', name), ())
+  sides = _sides(parent, name, shape, query)
   # A vector in disguise has no singular values to equalise.
-  for side in (inputs, outputs):
-    if math.prod(shape[axis] for axis in side) == 1:
+  for axes in sides:
+    if math.prod(shape[axis] for axis in axes) == 1:
       return 'a side of one'
-  return MuonDimensionNumbers(inputs, outputs)
+  return MuonDimensionNumbers(*sides)
+
+
+def _sides(
+  parent: str,
+  name: str,
+  shape: tuple[int, ...],
+  query: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the axes for a matrix's inputs and outputs.
+
+  `query` is the shape that a kernel below `query` has beside this one.
+  """
+  *stack, left, right = range(len(shape))
+  last_two = (left,), (right,)
+  if not stack or name not in ('kernel', 'w', 'weight', ''):
+    return last_two
+  # Flax keeps heads apart: `[in, heads, size]`, `[heads, size, out]`.
+  if parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
+    return (stack[-1],), (left, right)
+  if parent == 'out' and shape[-3:-1] == query[-2:]:
+    return (stack[-1], left), (right,)
+  if 'conv' not in _words(parent).split() and not _has_window(name, shape):
+    return last_two
+  if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
+    return (*stack[1:], left, right), (0,)
+  return (*stack, left), (right,)
 
 
 def _names(keys: Keys) -> list[str]:
@@ -176,12 +189,10 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
   """
   if len(shape) != 4:
     return False
-  *window, inputs = shape[:3]
+  height, width, inputs, _ = shape
   if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
-    *window, inputs = *shape[2:], shape[1]
-  if window[0] != window[1]:
-    return False
-  return window[0] in (3, 5, 7) or inputs <= 4
+    _, inputs, height, width = shape
+  return height == width and (height in (3, 5, 7) or inputs <= 4)
 
 
 def _words(name: str) -> str:
@@ -190,8 +201,8 @@ def _words(name: str) -> str:
   >>> _words('LMHead_0'), _words('wte2'), _words('MultiHeadAttention')
   ('lm head', 'wte', 'multi head attention')
   """
-  found = re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+', name)
-  return ' '.join(found).lower()
+  words = re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+', name)
+  return ' '.join(words).lower()
 
 
 def matrices(
@@ -260,12 +271,13 @@ def _checked(
       f'{_ARGUMENT} must hold optax.contrib.MuonDimensionNumbers or None, got'
       f' {given!r} for {name}. Give None for what is not a matrix.'
     )
-  ndim, seen, sides = len(shape), set(), []
+  ndim = len(shape)
+  sides, distinct = [], set()
   for side in given:
     axes = (side,) if isinstance(side, int) else side
     sides.append(tuple(axis % ndim for axis in axes))
-    seen |= {axis % ndim for axis in axes if -ndim <= axis < ndim}
-  if () in sides or len(seen) < sum(map(len, sides)):
+    distinct |= {axis % ndim for axis in axes if -ndim <= axis < ndim}
+  if () in sides or len(distinct) < sum(map(len, sides)):
     raise ValueError(
       f'{_ARGUMENT} must name axes of {name}, each once, got {given} for'
       f' shape {shape}. Use None if it is not a matrix.'

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path, leaf_name
-from demo_optax._tree import Tree, flatten_alike, is_exchanged, params_of
+from demo_optax._tree import Tree, is_exchanged, params_of, with_params
 from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
@@ -44,7 +44,7 @@ def check_gradients(
 ) -> Tree:
   """Returns gradients; raises unless they are laid out for the workers."""
   seen = traced_step.get() or workers
-  for (path, gradient), param in zip(*flatten_alike(updates, params)):
+  for path, gradient, param in with_params(updates, params):
     check_gradient(leaf_name(path), gradient, param, seen)
   if inside.is_in_step():
     return inside.check_own_gradients(updates)

@@ -222,13 +222,7 @@ def check_arguments(
       f' {num_workers} workers, got {workers} in the transformation. Give'
       ' both the same workers.'
     )
-  updates = check_own_gradients(updates)
-  gradients = []
-  for (_, gradient), param in zip(*_tree.flatten_alike(updates, params)):
-    if not _tree.is_exchanged(gradient):
-      gradient = _tree.zero_update(gradient, param, 0)
-    gradients.append(jnp.asarray(gradient))
-  updates = jax.tree.structure(updates).unflatten(gradients)
+  updates = jax.tree.map(jnp.asarray, check_own_gradients(updates))
   # By the words in errors.
   shared = {
     'optimizer state': state,
