@@ -196,8 +196,8 @@ def stays_finite(
     return [*map(jnp.isfinite, leaves)]
 
   finite = finite_leaves(updates)
-  for leaf, before in zip(finite_leaves(new), finite_leaves(old)):
-    finite.append(leaf | ~before)
+  for is_finite, was_finite in zip(finite_leaves(new), finite_leaves(old)):
+    finite.append(is_finite | ~was_finite)
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)

@@ -182,6 +182,7 @@ def scale_by_demo(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
   if not _tree.is_function(compressor):  # which needs the parameters
+    # As for parameters in the same tree.
     per_leaf(compressor, compressor)
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _checks.check_range('decay', decay, '[0, 1)')
