@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers.collectives import Programs, meet, meet_p
+from demo_optax.workers.collectives import Met, Programs, meet, meet_p
 from demo_optax.workers.equations import (
   function_of,
   made_by,
@@ -28,9 +28,9 @@ from demo_optax.workers.equations import (
 )
 from demo_optax.workers.variation import watch_p
 
-# From equations of `meet` at one depth, and what this worker sends in each
-# (None if it only receives), to what all have sent, as in `Met`.
-Exchange = Callable[[list[JaxprEqn], list[Any] | None], Sequence[Any]]
+# From equations of `meet` at one depth, and what this worker sends in each (if
+# it only receives, nothing), to what all have sent, as in `Met`.
+Exchange = Callable[[list[JaxprEqn], list[Any]], Sequence[Any]]
 
 
 class _Meeting(NamedTuple):
@@ -100,16 +100,17 @@ class PartedStep:
     """Exchanges one message, and runs a branch of each `cond`."""
     eqns = [meeting.eqn for meeting in meetings if not meeting.branches]
     if eqns:
-      sent = None
+      sent: list[Any] = []
       if not self._follows:
-        sent = values_of(values, [eqn.invars[0] for eqn in eqns])
-      for eqn, received in zip(eqns, exchange(eqns, sent)):
-        values.update(zip(eqn.outvars, received))
-    for eqn, _, writes, branches in meetings:
-      if branches:
-        number, *operands = values_of(values, eqn.invars)
-        outputs = branches[int(number)].run(operands, exchange)
-        values.update(zip(writes, outputs))
+        for eqn in eqns:
+          sent += values_of(values, eqn.invars)
+      for eqn, met in zip(eqns, exchange(eqns, sent)):
+        values.update(zip(eqn.outvars, met))
+    for meeting in meetings:
+      if meeting.branches:
+        number, *operands = values_of(values, meeting.eqn.invars)
+        outputs = meeting.branches[int(number)].run(operands, exchange)
+        values.update(zip(meeting.writes, outputs))
 
   def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
     """Returns the equations of each part: one before each round, and the last.
@@ -129,15 +130,16 @@ class PartedStep:
         number = round_of[eqn]
         meeting = self._meeting(eqn, needed)
         self._rounds[number].insert(0, meeting)
-        parts, reads = [number], meeting.reads
+        parts, reads = {number}, meeting.reads
       else:
         reads = variables(eqn.invars)
-        users = [needed.get(variable, ()) for variable in eqn.outvars]
-        parts = sorted(set().union(*users))
+        parts = set()
+        for variable in eqn.outvars:
+          parts |= needed.get(variable, set())
         if eqn.effects and not self._follows:
-          parts.append(last)
-        if reads:
-          parts = parts[:1]
+          parts.add(last)
+        if reads and parts:
+          parts = {min(parts)}
         for number in parts:
           placed[number].insert(0, eqn)
       if parts:
@@ -253,27 +255,19 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   jaxpr = step.jaxpr
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
-  for is_opened, group in itertools.groupby(jaxpr.eqns, _is_opened):
-    eqns = [*group]
-    if not is_opened:
-      writes = made_by(eqns)
-      run, reads = function_of(jaxpr, eqns, writes)
+  for eqn in jaxpr.eqns:
+    name, inputs = eqn.primitive.name, values_of(values, eqn.invars)
+    if eqn.primitive is watch_p:
+      outputs = inputs
+    elif name == 'shard_map' and meetings_in([eqn]):
+      outputs = _replay_on_devices(eqn, inputs)
+    elif name in ('pjit', 'jit') and meetings_in([eqn]):
+      outputs = _replay(eqn.params['jaxpr'], *inputs)
+    else:
+      run, reads = function_of(jaxpr, [eqn], eqn.outvars)
       outputs = run(*values_of(values, reads))
-      values.update(zip(writes, outputs))
-      continue
-    for eqn in eqns:
-      outputs = inputs = values_of(values, eqn.invars)
-      if eqn.primitive.name == 'shard_map':
-        outputs = _replay_on_devices(eqn, inputs)
-      elif eqn.primitive is not watch_p:
-        outputs = _replay(eqn.params['jaxpr'], *inputs)
-      values.update(zip(eqn.outvars, outputs))
+    values.update(zip(eqn.outvars, outputs))
   return values_of(values, jaxpr.outvars)
-
-
-def _is_opened(eqn: JaxprEqn) -> bool:
-  is_call = eqn.primitive.name in ('pjit', 'jit', 'shard_map')
-  return eqn.primitive is watch_p or (is_call and bool(meetings_in([eqn])))
 
 
 def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -310,13 +304,12 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
       check_vma=False,
     )
 
-  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
+  def exchange(eqns: list[JaxprEqn], sent: list[Any]) -> list[Met]:
     received = []
-    for eqn, array in zip(eqns, sent or []):  # f32[devices, ...]
-      rows, *flags = meet(array, Programs(eqn.params['size']))
+    for eqn, array in zip(eqns, sent):  # f32[devices, ...]
+      met = meet(array, Programs(eqn.params['size']))
       # From f32[workers, devices, ...]; all devices have the same flags.
-      to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
-      received.append(to_devices(rows, flags))
+      received.append(jax.vmap(Met, (1, None, None))(*met))
     return received
 
   parts = PartedStep(ClosedJaxpr(body, []), mapped)
