@@ -1,6 +1,7 @@
 """A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
 from demo_optax.compressors.selectors import TopK
-from demo_optax.exchange.message import Received, Selected, energy
+from demo_optax.exchange.message import Received, Selected
 from demo_optax.numerics import plain, platform, rounding, topk
 
 
@@ -29,33 +30,25 @@ def accumulate_and_select(
   """
 
   def add_piece(
-    momentum: jax.Array | None, start: chex.Numeric, rows: int
-  ) -> Any:
-    c = rounding.mul_no_fma(weight, _load(gradients, start, rows))  # [rows, n]
-    c = chunking.transform(c, bucket.sides, bucket.basis)
+    momentum: jax.Array | None,
+    piece: _Piece,
+  ) -> tuple[jax.Array | None, Selected]:
+    weighted = rounding.mul_no_fma(weight, piece.load(gradients))  # [rows, n]
+    added = chunking.transform(weighted, bucket.sides, bucket.basis)
     if momentum is not None:
-      old = _load(momentum, start, rows)
-      c = jnp.where(valid, rounding.mul_no_fma(decay, old) + c, old)
-      momentum = _store(momentum, c, start)
-    return momentum, _select(bucket, c, step)
+      former = piece.load(momentum)
+      added = rounding.mul_no_fma(decay, former) + added
+      added = jnp.where(valid, added, former)
+      momentum = piece.store(momentum, added)
+    indices = None  # if all are sent
+    if bucket.format.k < bucket.format.n:
+      indices = _places(bucket, added, step)
+    return momentum, Selected(indices, topk.take(added, indices))
 
-  momentum, found = _in_pieces(bucket, add_piece, momentum)
+  momentum, selected = _in_pieces(bucket, add_piece, momentum)
+  # From [pieces, rows of a piece, k].
   shape = bucket.rows, bucket.format.k
-  indices, values = jax.tree.map(lambda x: x.reshape(shape), found)
-  held = jnp.zeros((), jnp.float32)
-  if momentum is not None:
-    held = energy(momentum)
-  return momentum, Selected(indices, values, held)
-
-
-def _select(
-  bucket: Bucket, c: jax.Array, step: jax.Array
-) -> tuple[jax.Array | None, jax.Array]:
-  """Returns the indices `[rows, k]` that are sent, if not all, and values."""
-  if bucket.format.k == bucket.format.n:
-    return None, c
-  indices = _places(bucket, c, step)
-  return indices, topk.take(c, indices)
+  return momentum, jax.tree.map(lambda x: x.reshape(shape), selected)
 
 
 def subtract(
@@ -69,13 +62,15 @@ def subtract(
     return topk.subtract(momentum, indices, values)
 
   def subtract_piece(
-    momentum: jax.Array, start: chex.Numeric, rows: int
-  ) -> Any:
-    at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
-    m = _load(momentum, start, rows)
-    return _store(momentum, topk.subtract(m, at, leaving), start), None
+    momentum: jax.Array,
+    piece: _Piece,
+  ) -> tuple[jax.Array, None]:
+    places, leaving = piece.cut(indices), piece.cut(values)
+    rest = topk.subtract(piece.load(momentum), places, leaving)
+    return piece.store(momentum, rest), None
 
-  return _in_pieces(bucket, subtract_piece, momentum)[0]
+  momentum, _ = _in_pieces(bucket, subtract_piece, momentum)
+  return momentum
 
 
 def merge(
@@ -95,13 +90,15 @@ def merge(
     indices = jnp.broadcast_to(indices, received.values.shape)
     received = received._replace(indices=indices)
 
-  def merge_piece(carry: Any, start: chex.Numeric, rows: int) -> Any:
+  def merge_piece(
+    carry: tuple[jax.Array, jax.Array],
+    piece: _Piece,
+  ) -> tuple[Any, None]:
     updates, distinct = carry
-
     indices, values = jax.tree.map(  # [senders, rows, k]
-      lambda x: _piece_of(x, start, rows, axis=1), received[:2]
+      lambda x: piece.cut(x, axis=1), received[:2]
     )
-    u, found = topk.merge(
+    mean, count = topk.merge(
       indices,
       values,
       received.valid,
@@ -109,68 +106,78 @@ def merge(
       average,
       received.weights,
     )
-    u = chunking.inverse(u, bucket.sides, bucket.basis)
-    return (_store(updates, u, start), distinct + found), None
+    update = chunking.inverse(mean, bucket.sides, bucket.basis)
+    return (piece.store(updates, update), distinct + count), None
 
   # Zeros that depend on received values: XLA would otherwise allocate them
   # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
-  count = jnp.sum(received.valid, dtype=jnp.int32)
-  zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
+  num_valid = jnp.sum(received.valid, dtype=jnp.int32)
+  zero = jnp.where(num_valid < 0, jnp.ones_like(zero), zero)
   updates = jnp.broadcast_to(zero, (bucket.rows, n))
-  carry = updates, jnp.zeros_like(received.values, jnp.float32, shape=())
-  return _in_pieces(bucket, merge_piece, carry)[0]
+  distinct = jnp.zeros_like(received.values, jnp.float32, shape=())
+  merged, _ = _in_pieces(bucket, merge_piece, (updates, distinct))
+  return merged
 
 
-def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
-  """Scans `piece(carry, start, rows)` over a bucket's pieces."""
-  pieces = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
-  rows = bucket.rows // pieces
-  if pieces == 1:  # also compiles faster
-    return piece(carry, 0, rows)
+class _Piece(NamedTuple):
+  """Some of a bucket's rows, which are handled together."""
+
+  start: chex.Numeric
+  rows: int
+
+  def cut(self, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns these rows."""
+    if self.rows == x.shape[axis]:
+      return x
+    return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows, axis)
+
+  def load(self, x: jax.Array) -> jax.Array:
+    """Returns these rows, in lanes where chunks are."""
+    part = platform.laid_out(self.cut(x), in_lanes=False)
+    # If not first in rows, XLA would prefer lanes for all of the bucket.
+    return platform.laid_out(part, in_lanes=True)
+
+  def store(self, x: jax.Array, part: jax.Array) -> jax.Array:
+    """Returns `x` with `part` in the place of these rows."""
+    part = platform.laid_out(part, in_lanes=False)
+    if part.shape == x.shape:
+      return part
+    return plain.put(x, part, self.start)
+
+
+def _in_pieces(
+  bucket: Bucket,
+  fun: Callable[[Any, _Piece], tuple[Any, Any]],
+  carry: Any,
+) -> tuple[Any, Any]:
+  """Scans `fun` over a bucket's pieces, on CPUs and TPUs."""
+  count = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
+  rows = bucket.rows // count
+  if count == 1:  # also compiles faster
+    return fun(carry, _Piece(0, rows))
+  numbers = jnp.arange(count, dtype=jnp.int32)
   return jax.lax.scan(
-    lambda carry, number: piece(carry, number * rows, rows),
+    lambda carry, number: fun(carry, _Piece(number * rows, rows)),
     carry,
-    jnp.arange(pieces, dtype=jnp.int32),
+    numbers,
   )
 
 
-def _piece_of(
-  x: jax.Array, start: chex.Numeric, rows: int, axis: int = 0
+def _places(
+  bucket: Bucket,
+  coefficients: jax.Array,
+  step: jax.Array,
 ) -> jax.Array:
-  if rows == x.shape[axis]:
-    return x
-  return jax.lax.dynamic_slice_in_dim(x, start, rows, axis)
-
-
-def _load(x: jax.Array, start: chex.Numeric, rows: int) -> jax.Array:
-  x = _piece_of(x, start, rows)
-  # If not first in rows, XLA would prefer lanes for all of the bucket.
-  return platform.laid_out(platform.laid_out(x, in_lanes=False), in_lanes=True)
-
-
-def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
-  part = platform.laid_out(part, in_lanes=False)
-  if part.shape == x.shape:
-    return part
-  return plain.put(x, part, start)
-
-
-def _places(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns int32 `[rows, k]`, ascending within a chunk, as messages need them.
 
   Selectors may return any order and integer dtype. What all workers select
   depends on the step alone.
   """
-  rows = len(c)
+  shape = len(coefficients), bucket.format.k
   if bucket.format.shared:
-    c = jnp.zeros((1, bucket.format.n), c.dtype)
-  indices = bucket.select(c, step).astype(jnp.int32)
-  if not _is_sound(bucket):
+    coefficients = jnp.zeros((1, bucket.format.n), coefficients.dtype)
+  indices = bucket.select(coefficients, step).astype(jnp.int32)
+  if type(bucket.select) is not TopK:  # whose order is that of messages
     indices = jnp.sort(indices, axis=1)
-  return jnp.broadcast_to(indices, (rows, bucket.format.k))
-
-
-def _is_sound(bucket: Bucket) -> bool:
-  """Returns whether indices are selected in their code's order."""
-  return type(bucket.select) is TopK
+  return jnp.broadcast_to(indices, shape)

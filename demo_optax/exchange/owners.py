@@ -20,7 +20,7 @@ from jax import Array, lax
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import END_WORDS, Report, Words
+from demo_optax.exchange.message import END_WORDS, Report, Selected, Words
 from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
@@ -30,15 +30,15 @@ class UpdatePacker:
   """Packs updates for one owner's chunks, and unpacks those from all owners."""
 
   buckets: Mapping[int, Bucket]  # by number, as one owner has them
-  values: str  # one of UPDATE_VALUES
+  update_values: str  # the value code, one of UPDATE_VALUES
 
   @functools.cached_property
   def words(self) -> Words:
     """What one owner writes."""
     shares = {}
     for number, share in self.buckets.items():
-      size = share.format.n
-      everything = ChunkFormat(size, size, share.format.dtype, self.values)
+      n, dtype = share.format.n, share.format.dtype
+      everything = ChunkFormat(n, n, dtype, self.update_values)
       shares[number] = dataclasses.replace(share, format=everything)
     return Words(shares, END_WORDS + len(shares))
 
@@ -46,9 +46,9 @@ class UpdatePacker:
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """An owner's residuals by bucket name, as shapes and dtypes."""
     residuals: dict[str, jax.ShapeDtypeStruct] = {}
-    if self.values in WITHOUT_RESIDUAL:
+    if self.update_values in WITHOUT_RESIDUAL:
       return residuals
-    for share in self.words.buckets.values():
+    for share in self.buckets.values():
       if share.error_feedback:  # else the next updates have other places
         shape = share.num_chunks, share.format.n
         residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
@@ -68,19 +68,19 @@ class UpdatePacker:
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
-    written: dict[int, tuple[None, Array]] = {}
-    for number, share in self.words.buckets.items():
+    written: dict[int, Selected] = {}
+    for number, share in self.buckets.items():
       update = updates[number][: share.num_chunks]
-      if (old := residuals.get(share.name)) is not None:
-        zeros = jnp.zeros_like(update)
-        update = jnp.where(someone, update + old, zeros)
-      written[number] = None, update
+      if share.name in residuals:
+        corrected = update + residuals[share.name]
+        update = jnp.where(someone, corrected, jnp.zeros_like(update))
+      written[number] = Selected(None, update)
     packed, decoded = self.words.encode(written)
     kept = {}
-    for number, share in self.words.buckets.items():
-      if (old := residuals.get(share.name)) is not None:
-        lost = written[number][1] - decoded[number]
-        kept[share.name] = jnp.where(someone, lost, old)
+    for number, share in self.buckets.items():
+      if share.name in residuals:
+        lost = written[number].values - decoded[number]
+        kept[share.name] = jnp.where(someone, lost, residuals[share.name])
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
@@ -104,9 +104,10 @@ class UpdatePacker:
     good = plain.every(sound) & (num_valid > 0)  # [owners]
     totals = jnp.sum(scalars[:, END_WORDS:], axis=0)
     updates, all_distinct = {}, list(distinct)
-    for (number, (_, values)), total in zip(selections.items(), totals):
+    for number, total in zip(selections, totals):
+      values = selections[number].values  # [owners, chunks, n]
       values = jnp.where(good[:, None, None], values, 0)
-      updates[number] = values.reshape(-1, values.shape[-1])
+      updates[number] = jax.lax.collapse(values, 0, 2)
       all_distinct[number] = total
     energies = jnp.max(scalars[:, 1:END_WORDS], axis=0)
     return updates, Report(num_valid, energies, all_distinct)

@@ -73,8 +73,7 @@ class Group:
 
   axis: Axis  # name of the worker axis
   size: int  # number of workers
-  # Names and sizes of the axes inside a worker, the first one outermost.
-  inner: tuple[tuple[str, int], ...] = ()
+  inner: tuple[str, ...] = ()  # names of the axes inside a worker
 
   def send_and_receive(
     self, message: Mapping[str, jax.Array]
@@ -111,32 +110,24 @@ class Group:
     self, reduce: Callable[..., jax.Array], array: jax.Array
   ) -> jax.Array:
     """Returns a sum or minimum over the devices in this worker."""
-    # Not over an axis that nothing is spread over: it would be a collective.
-    names = tuple(dict(self.inner))
-    return reduce(vary(array, *names), names) if names else array
+    if not self.inner:  # over no axis it would still be a collective
+      return array
+    return reduce(vary(array, *self.inner), self.inner)
 
-  def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
-    """Returns this device's number along some axes inside its worker."""
-    index: jax.Array | int = 0
-    for axis_name, size in self.inner:
-      if axis_name in axes:
-        index = index * size + jax.lax.axis_index(axis_name)
-    return index
 
-  def join_devices(
-    self,
-    array: jax.Array,
-    axes: tuple[str, ...],
-  ) -> jax.Array:
-    """Concatenates what devices have along some axes inside this worker.
+def join_devices(
+  array: jax.Array,
+  axes: tuple[str, ...],
+) -> jax.Array:
+  """Concatenates what devices have along some axes inside a worker.
 
-    From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
-    """
-    for axis_name in reversed(dict(self.inner)):
-      if axis_name in axes:
-        # From [devices, rows, ...] along one axis.
-        array = jax.lax.collapse(gather(array, axis_name), 0, 2)
-    return array
+  From `[rows, ...]` to `[devices * rows, ...]`, as `jax.lax.axis_index(axes)`
+  counts the devices.
+  """
+  for axis_name in reversed(axes):
+    of_devices = gather(array, axis_name)  # [devices, rows, ...]
+    array = jax.lax.collapse(of_devices, 0, 2)
+  return array
 
 
 def gather(x: jax.Array, axis: Axis) -> jax.Array:
@@ -145,8 +136,8 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
     return meet(x, axis).rows
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.explicit_axes:
-    everyone = functools.partial(gather, axis=axis)
-    return without_types(everyone, x, num_new_axes=1)
+    untyped = functools.partial(gather, axis=axis)
+    return without_types(untyped, x, num_new_axes=1)
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
   rows = jax.lax.all_gather(x, axis)
@@ -175,8 +166,10 @@ def sums(
   summed: dict[int, jax.Array] = {}
   together: dict[object, dict[int, jax.Array]] = {}  # by type
   for number, array in enumerate(xs):
-    wide = vary(array.astype(_widened(array.dtype)), axis)
-    if isinstance(axis, Programs) or _is_ordered(wide):
+    wide = _widened(array, axis)
+    is_small = wide.size * wide.dtype.itemsize <= ORDERED_BYTES
+    is_real = jnp.issubdtype(wide.dtype, jnp.floating)
+    if isinstance(axis, Programs) or (is_small and is_real):
       array_type = wide.dtype, jax.typeof(wide).mat.varying
       together.setdefault(array_type, {})[number] = wide
     else:
@@ -186,12 +179,6 @@ def sums(
     rows = gather(joined, axis)  # [workers, elements]
     summed |= parts_of(_in_order(rows))
   return [summed[number].astype(array.dtype) for number, array in enumerate(xs)]
-
-
-def _is_ordered(x: jax.Array) -> bool:
-  """Returns whether such arrays are added from left to right."""
-  is_small = x.size * x.dtype.itemsize <= ORDERED_BYTES
-  return is_small and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _in_order(rows: jax.Array) -> jax.Array:
@@ -227,7 +214,7 @@ def mean_finite(
   """
 
   def mean_of(x: jax.Array) -> jax.Array:
-    wide = vary(x.astype(_widened(x.dtype)), axis)
+    wide = _widened(x, axis)
     is_finite = jnp.isfinite(wide).all()
     wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
     # An absent worker has zeros in both.
@@ -294,10 +281,11 @@ def without_types(
   return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=specs)(arrays)
 
 
-def _widened(dtype: jnp.dtype) -> jnp.dtype:
-  """Returns the dtype that sums are computed in: float32 for halves."""
-  is_half = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_half else dtype
+def _widened(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns `x` as sums take it: halves in float32, varying over an axis."""
+  if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4:
+    x = x.astype(jnp.float32)
+  return vary(x, axis)
 
 
 def varies(x: jax.Array, axis: Axis) -> bool:
@@ -315,7 +303,7 @@ def is_tracked(axis: Axis) -> bool:
 
 def vary(x: jax.Array, *axes: Axis) -> jax.Array:
   """Marks an array as varying over axes, where that is tracked."""
-  missing = tuple(
-    axis for axis in axes if is_tracked(axis) and not varies(x, axis)
-  )
-  return jax.lax.pcast(x, missing, to='varying') if missing else x
+  for axis in axes:
+    if is_tracked(axis) and not varies(x, axis):
+      x = jax.lax.pcast(x, axis, to='varying')
+  return x
