@@ -45,13 +45,13 @@ class UpdatePacker:
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """An owner's residuals by bucket name, as shapes and dtypes."""
-    residuals: dict[str, jax.ShapeDtypeStruct] = {}
     if self.update_values in WITHOUT_RESIDUAL:
-      return residuals
+      return {}
+    residuals = {}
     for share in self.buckets.values():
       if share.error_feedback:  # else the next updates have other places
-        shape = share.num_chunks, share.format.n
-        residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
+        shape, dtype = (share.num_chunks, share.format.n), share.format.dtype
+        residuals[share.name] = jax.ShapeDtypeStruct(shape, dtype)
     return residuals
 
   def pack(
@@ -68,19 +68,21 @@ class UpdatePacker:
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
-    written: dict[int, Selected] = {}
+    written = {}
     for number, share in self.buckets.items():
       update = updates[number][: share.num_chunks]
       if share.name in residuals:
         corrected = update + residuals[share.name]
-        update = jnp.where(someone, corrected, jnp.zeros_like(update))
+        zeros = jnp.zeros_like(update)
+        update = jnp.where(someone, corrected, zeros)
       written[number] = Selected(None, update)
     packed, decoded = self.words.encode(written)
     kept = {}
     for number, share in self.buckets.items():
       if share.name in residuals:
         lost = written[number].values - decoded[number]
-        kept[share.name] = jnp.where(someone, lost, residuals[share.name])
+        former = residuals[share.name]
+        kept[share.name] = jnp.where(someone, lost, former)
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
@@ -102,12 +104,13 @@ class UpdatePacker:
     num_valid = jnp.min(scalars[:, 0]).astype(jnp.int32)
     num_valid = group.over_devices(lax.pmin, num_valid)
     good = plain.every(sound) & (num_valid > 0)  # [owners]
-    totals = jnp.sum(scalars[:, END_WORDS:], axis=0)
-    updates, all_distinct = {}, list(distinct)
-    for number, total in zip(selections, totals):
+    totals = jnp.sum(scalars[:, END_WORDS:], axis=0)  # by bucket
+    updates = {}
+    all_distinct = list(distinct)
+    for number, total in zip(self.buckets, totals):
       values = selections[number].values  # [owners, chunks, n]
       values = jnp.where(good[:, None, None], values, 0)
-      updates[number] = jax.lax.collapse(values, 0, 2)
+      updates[number] = lax.collapse(values, 0, 2)
       all_distinct[number] = total
     energies = jnp.max(scalars[:, 1:END_WORDS], axis=0)
     return updates, Report(num_valid, energies, all_distinct)
