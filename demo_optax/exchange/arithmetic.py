@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
@@ -16,13 +17,13 @@ from demo_optax.numerics import plain, platform, rounding, topk
 
 def accumulate_and_select(
   bucket: Bucket,
-  gradients: jax.Array,
-  momentum: jax.Array | None,
+  gradients: Array,
+  momentum: Array | None,
   decay: chex.Numeric,
   weight: chex.Numeric,
-  valid: jax.Array,
-  step: jax.Array,
-) -> tuple[jax.Array | None, Selected]:
+  valid: Array,
+  step: Array,
+) -> tuple[Array | None, Selected]:
   """Adds gradient chunks to momentum `[rows, n]`; selects what to send.
 
   Momentum does not change unless `valid`, bool `[]`. It is None without error
@@ -30,20 +31,22 @@ def accumulate_and_select(
   """
 
   def add_piece(
-    momentum: jax.Array | None,
+    momentum: Array | None,
     piece: _Piece,
-  ) -> tuple[jax.Array | None, Selected]:
-    weighted = rounding.mul_no_fma(weight, piece.load(gradients))  # [rows, n]
-    added = chunking.transform(weighted, bucket.sides, bucket.basis)
+  ) -> tuple[Array | None, Selected]:
+    chunks = piece.load(gradients)  # [rows, n]
+    weighted = rounding.mul_no_fma(weight, chunks)
+    new = chunking.transform(weighted, bucket.sides, bucket.basis)
     if momentum is not None:
       former = piece.load(momentum)
-      added = rounding.mul_no_fma(decay, former) + added
-      added = jnp.where(valid, added, former)
-      momentum = piece.store(momentum, added)
+      new = rounding.mul_no_fma(decay, former) + new
+      new = jnp.where(valid, new, former)
+      momentum = piece.store(momentum, new)
     indices = None  # if all are sent
     if bucket.format.k < bucket.format.n:
-      indices = _places(bucket, added, step)
-    return momentum, Selected(indices, topk.take(added, indices))
+      indices = _places(bucket, new, step)
+    values = topk.take(new, indices)
+    return momentum, Selected(indices, values)
 
   momentum, selected = _in_pieces(bucket, add_piece, momentum)
   # From [pieces, rows of a piece, k].
@@ -53,21 +56,23 @@ def accumulate_and_select(
 
 def subtract(
   bucket: Bucket,
-  momentum: jax.Array,
-  indices: jax.Array | None,
-  values: jax.Array,
-) -> jax.Array:
+  momentum: Array,
+  indices: Array | None,
+  values: Array,
+) -> Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values)
 
   def subtract_piece(
-    momentum: jax.Array,
+    momentum: Array,
     piece: _Piece,
-  ) -> tuple[jax.Array, None]:
-    places, leaving = piece.cut(indices), piece.cut(values)
-    rest = topk.subtract(piece.load(momentum), places, leaving)
-    return piece.store(momentum, rest), None
+  ) -> tuple[Array, None]:
+    places = piece.cut(indices)
+    leaving = piece.cut(values)
+    held = piece.load(momentum)
+    stays = topk.subtract(held, places, leaving)
+    return piece.store(momentum, stays), None
 
   momentum, _ = _in_pieces(bucket, subtract_piece, momentum)
   return momentum
@@ -77,21 +82,22 @@ def merge(
   bucket: Bucket,
   received: Received,
   average: topk.Average,
-  step: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+  step: Array,
+) -> tuple[Array, Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and how many different coefficients were
   sent, float32 `[]`, also in rows that fill the bucket.
   """
-  n, k = bucket.format.n, bucket.format.k
-  if bucket.format.shared and k < n:
-    indices = _places(bucket, jnp.zeros_like(received.values[0]), step)
+  n = bucket.format.n
+  if bucket.format.shared and bucket.format.k < n:
+    like = jnp.zeros_like(received.values[0])
+    indices = _places(bucket, like, step)  # [rows, k]
     indices = jnp.broadcast_to(indices, received.values.shape)
     received = received._replace(indices=indices)
 
   def merge_piece(
-    carry: tuple[jax.Array, jax.Array],
+    carry: tuple[Array, Array],
     piece: _Piece,
   ) -> tuple[Any, None]:
     updates, distinct = carry
@@ -107,7 +113,8 @@ def merge(
       received.weights,
     )
     update = chunking.inverse(mean, bucket.sides, bucket.basis)
-    return (piece.store(updates, update), distinct + count), None
+    updates = piece.store(updates, update)
+    return (updates, distinct + count), None
 
   # Zeros that depend on received values: XLA would otherwise allocate them
   # before the exchange, while the gradients' chunks are still alive.
@@ -126,20 +133,28 @@ class _Piece(NamedTuple):
   start: chex.Numeric
   rows: int
 
-  def cut(self, x: jax.Array, axis: int = 0) -> jax.Array:
+  def cut(
+    self,
+    x: Array,
+    axis: int = 0,
+  ) -> Array:
     """Returns these rows."""
     if self.rows == x.shape[axis]:
       return x
-    return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows, axis)
+    return lax.dynamic_slice_in_dim(x, self.start, self.rows, axis)
 
-  def load(self, x: jax.Array) -> jax.Array:
+  def load(self, x: Array) -> Array:
     """Returns these rows, in lanes where chunks are."""
     part = platform.laid_out(self.cut(x), in_lanes=False)
     # If not first in rows, XLA would prefer lanes for all of the bucket.
     return platform.laid_out(part, in_lanes=True)
 
-  def store(self, x: jax.Array, part: jax.Array) -> jax.Array:
-    """Returns `x` with `part` in the place of these rows."""
+  def store(
+    self,
+    x: Array,
+    part: Array,
+  ) -> Array:
+    """Returns `x` with `part` as these rows."""
     part = platform.laid_out(part, in_lanes=False)
     if part.shape == x.shape:
       return part
@@ -152,12 +167,13 @@ def _in_pieces(
   carry: Any,
 ) -> tuple[Any, Any]:
   """Scans `fun` over a bucket's pieces, on CPUs and TPUs."""
-  count = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
+  elements = bucket.rows * bucket.format.n
+  count = platform.num_pieces(bucket.pieces, elements)
   rows = bucket.rows // count
   if count == 1:  # also compiles faster
     return fun(carry, _Piece(0, rows))
   numbers = jnp.arange(count, dtype=jnp.int32)
-  return jax.lax.scan(
+  return lax.scan(
     lambda carry, number: fun(carry, _Piece(number * rows, rows)),
     carry,
     numbers,
@@ -166,9 +182,9 @@ def _in_pieces(
 
 def _places(
   bucket: Bucket,
-  coefficients: jax.Array,
-  step: jax.Array,
-) -> jax.Array:
+  coefficients: Array,
+  step: Array,
+) -> Array:
   """Returns int32 `[rows, k]`, ascending within a chunk, as messages need them.
 
   Selectors may return any order and integer dtype. What all workers select

@@ -105,7 +105,8 @@ class Words:
     """
     counts: dict[ChunkFormat, dict[int, int]] = {}
     for number, bucket in self.buckets.items():
-      counts.setdefault(bucket.format, {})[number] = bucket.num_chunks
+      of_format = counts.setdefault(bucket.format, {})
+      of_format[number] = bucket.num_chunks
     return counts
 
   @property
@@ -125,6 +126,11 @@ class Words:
       return *self.readers, words
     return -(-words // ROW), ROW
 
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of all words."""
+    return 4 * math.prod(self.shape)
+
   def encode(
     self,
     selected: Mapping[int, Selected] | Sequence[Selected],
@@ -134,7 +140,7 @@ class Words:
     Returns the words of each format, uint32 `[*readers, words]`; and for each
     bucket the values `[*readers, chunks, k]` that readers decode.
     """
-    packed: list[Array] = []
+    packed = []
     decoded: dict[int, Array] = {}
     for chunk_format, counts in self.counts.items():
       parts = []  # [*readers, chunks, k] of each bucket
@@ -144,10 +150,14 @@ class Words:
       joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *parts)
       words, read = chunk_format.encode(*joined)
       packed.append(words)
-      decoded |= split(read, counts, axis=-2)
+      decoded |= by_bucket(read, counts, axis=-2)
     return packed, decoded
 
-  def _cut(self, bucket: Bucket, x: Array) -> Array:
+  def _cut(
+    self,
+    bucket: Bucket,
+    x: Array,
+  ) -> Array:
     """Cuts `[rows, k]` to what is sent, `[*readers, chunks, k]`.
 
     Readers with fewer chunks get some that fill theirs.
@@ -156,15 +166,19 @@ class Words:
     cut = bucket.with_rows(x, rows)
     return cut.reshape(*self.readers, -1, bucket.format.k)
 
-  def join(self, packed: Sequence[Array], scalars: Array) -> Array:
+  def join(
+    self,
+    packed: Sequence[Array],
+    scalars: Array,
+  ) -> Array:
     """Returns all words, with float32 scalars after those of `encode`."""
     end = lax.bitcast_convert_type(scalars, jnp.uint32)
     end = jnp.broadcast_to(end, (*self.readers, *end.shape))
     words = jnp.concatenate([*packed, end], axis=-1)  # [*readers, words]
     if self.readers:
       return words
-    rows, _ = self.shape
-    return plain.pad_to(words, rows * ROW).reshape(rows, ROW)
+    padded = plain.pad_to(words, math.prod(self.shape))
+    return padded.reshape(self.shape)
 
   def decode(
     self,
@@ -176,18 +190,21 @@ class Words:
     whose chunks are sound, bool `[senders]`; and float32 `[senders, scalars]`.
     """
     flat = words.reshape(len(words), -1)
-    *parts, end, _ = jnp.split(flat, np.cumsum(self._sizes), axis=1)
-    all_sound: list[Array] = []
-    selections: dict[int, Selected] = {}
+    ends = np.cumsum(self._sizes)
+    *parts, end, _ = jnp.split(flat, ends, axis=1)
+    all_sound = []
+    selections = {}
     for part, (chunk_format, counts) in zip(parts, self.counts.items()):
+      num_chunks = sum(counts.values())
       # [senders, chunks, k] of all buckets together
-      indices, values, sound = chunk_format.decode(part, sum(counts.values()))
+      indices, values, sound = chunk_format.decode(part, num_chunks)
       all_sound.append(sound)
-      places: dict[int, Array] = {}
+      places = {}
       if indices is not None:
-        places = split(indices, counts, axis=-2)
-      for number, own in split(values, counts, axis=-2).items():
-        selections[number] = Selected(places.get(number), own)
+        places = by_bucket(indices, counts, axis=-2)
+      for number, own in by_bucket(values, counts, axis=-2).items():
+        own_places = places.get(number)
+        selections[number] = Selected(own_places, own)
     scalars = lax.bitcast_convert_type(end, jnp.float32)
     return selections, all_sound, scalars
 
@@ -223,7 +240,8 @@ class Packer:
       if not bucket.format.summed:
         written[number] = bucket
     readers = (self.num_owners,) if self.num_owners else ()
-    return Words(written, END_WORDS + self.weighted, readers)
+    num_scalars = END_WORDS + self.weighted
+    return Words(written, num_scalars, readers)
 
   @functools.cached_property
   def summed(self) -> dict[str, dict[int, int]]:
@@ -231,19 +249,20 @@ class Packer:
     counts: dict[str, dict[int, int]] = {}
     for number, bucket in enumerate(self.buckets):
       if bucket.format.summed:
-        counts.setdefault(bucket.format.dtype, {})[number] = bucket.num_sent
+        of_dtype = counts.setdefault(bucket.format.dtype, {})
+        of_dtype[number] = bucket.num_sent
     return counts
 
   @property
-  def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays in the message of one device."""
-    arrays = {}
+  def num_bytes(self) -> tuple[int, int]:
+    """Bytes of one device's words, and of its summands."""
+    words = summed = 0
     if self.words.buckets:
-      arrays[self.name] = jax.ShapeDtypeStruct(self.words.shape, jnp.uint32)
+      words = self.words.num_bytes
     for dtype, counts in self.summed.items():
       length = sum(counts.values()) + self.words.num_scalars
-      arrays[SUMMED + dtype] = jax.ShapeDtypeStruct((length,), dtype)
-    return arrays
+      summed += length * np.dtype(dtype).itemsize
+    return words, summed
 
   def pack(
     self,
@@ -264,8 +283,9 @@ class Packer:
       bucket = self.buckets[number]
       flat = values.reshape(-1, bucket.format.k)
       sent[number] = bucket.with_rows(flat, bucket.rows)
+    status = valid.astype(jnp.float32)[None]
     energies = self._energies(selected, sent, momentum, alpha)
-    scalars = [valid.astype(jnp.float32)[None], energies]
+    scalars = [status, energies]
     if weight is not None:
       scalars.append(weight[None])
     end = jnp.concatenate(scalars)  # float32 [scalars]
@@ -304,12 +324,14 @@ class Packer:
         continue
       held = energy(momentum[bucket.name])
       values = selected[number].values
-      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
+      leaving = rounding.mul_no_fma(alpha, sent[number])
+      stays = energy(values - leaving)
       if bucket.format.k < bucket.format.n:
         stays += jnp.maximum(held - energy(values), 0)
       energies = jnp.stack([held, energy(sent[number]), stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
-      sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
+      never = jnp.sum(energies) < 0
+      sent[number] = rounding.after(sent[number], never)
       total += energies
     return jnp.where(jnp.isfinite(total), total, 0)
 
@@ -320,23 +342,25 @@ class Packer:
   ) -> tuple[dict[int, Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
 
-    Returns what was received by bucket number.
+    The selections are by bucket number.
     """
-    received: dict[int, Received] = {}
+    received = {}
     report = Report(None, jnp.zeros((ENERGIES,), jnp.float32))
     for dtype, counts in self.summed.items():
       sums = arrived[SUMMED + dtype]
-      total, end = jnp.split(sums, [sum(counts.values())])
+      num_values = sum(counts.values())
+      total, end = jnp.split(sums, [num_values])
       num_valid = jnp.round(end[0]).astype(jnp.int32)
       num_valid = group.over_devices(lax.pmin, num_valid)
       of_all = end[-1] if self.weighted else num_valid
       share = rounding.share(1, of_all, total.dtype)
       mean = rounding.mul_no_fma(share, total)
-      for number, part in split(mean, counts, axis=0).items():
+      for number, part in by_bucket(mean, counts, axis=0).items():
         bucket = self.buckets[number]
         chunks = part.reshape(1, -1, bucket.format.k)  # [1, chunks, k]
         values = bucket.with_rows(chunks, bucket.rows)
-        received[number] = Received(None, values, num_valid[None] > 0)
+        is_valid = num_valid[None] > 0  # bool [1]
+        received[number] = Received(None, values, is_valid)
       energies = end[1:END_WORDS].astype(jnp.float32)
       report = Report(num_valid, energies)
     if self.words.buckets:
@@ -352,7 +376,8 @@ class Packer:
     """Reads uint32 `[workers, ...]`; returns selections by bucket number."""
     selections, sound, scalars = self.words.decode(words)
     status = scalars[:, 0]
-    good, weights = [*sound, status == 1], None
+    good = [*sound, status == 1]
+    weights = None
     if self.weighted:
       weights = scalars[:, END_WORDS]
       good.append(is_weight(weights))
@@ -365,9 +390,10 @@ class Packer:
       indices, values = jax.tree.map(fill, selection)
       received[number] = Received(indices, values, valid, weights)
     energies = scalars[:, 1:END_WORDS]  # [workers, ENERGIES]
-    energies = jnp.where(valid[:, None] & jnp.isfinite(energies), energies, 0)
+    counted = valid[:, None] & jnp.isfinite(energies)
+    total = jnp.sum(jnp.where(counted, energies, 0), axis=0)
     num_valid = jnp.sum(valid, dtype=jnp.int32)
-    return received, Report(num_valid, jnp.sum(energies, axis=0))
+    return received, Report(num_valid, total)
 
 
 def is_weight(x: Array) -> Array:
@@ -384,7 +410,8 @@ def energy(x: Array) -> Array:
   if len(x) >= 2 * _SAMPLE:
     # By steps of the golden ratio: no period of the rows is in step with them.
     places = np.arange(_SAMPLE) * _GOLDEN % 1 * len(x)
-    part = x.at[np.unique(places.astype(np.int32))].get(
+    rows = np.unique(places.astype(np.int32))
+    part = x.at[rows].get(
       indices_are_sorted=True,
       unique_indices=True,
       mode='promise_in_bounds',
@@ -394,11 +421,12 @@ def energy(x: Array) -> Array:
   return total * (len(x) / len(part))
 
 
-def split(
+def by_bucket(
   x: Array,
   counts: Mapping[int, int],
   axis: int,
 ) -> dict[int, Array]:
   """Cuts an array into consecutive parts with these lengths, by number."""
   ends = np.cumsum([*counts.values()])
-  return dict(zip(counts, jnp.split(x, ends[:-1], axis)))
+  parts = jnp.split(x, ends[:-1], axis)
+  return dict(zip(counts, parts))

@@ -37,10 +37,12 @@ class UpdatePacker:
     """What one owner writes."""
     shares = {}
     for number, share in self.buckets.items():
-      n, dtype = share.format.n, share.format.dtype
+      n = share.format.n
+      dtype = share.format.dtype
       everything = ChunkFormat(n, n, dtype, self.update_values)
       shares[number] = dataclasses.replace(share, format=everything)
-    return Words(shares, END_WORDS + len(shares))
+    num_scalars = END_WORDS + len(shares)
+    return Words(shares, num_scalars)
 
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -50,7 +52,8 @@ class UpdatePacker:
     residuals = {}
     for share in self.buckets.values():
       if share.error_feedback:  # else the next updates have other places
-        shape, dtype = (share.num_chunks, share.format.n), share.format.dtype
+        shape = share.num_chunks, share.format.n
+        dtype = share.format.dtype
         residuals[share.name] = jax.ShapeDtypeStruct(shape, dtype)
     return residuals
 
@@ -70,7 +73,8 @@ class UpdatePacker:
     someone = report.num_valid > 0
     written = {}
     for number, share in self.buckets.items():
-      update = updates[number][: share.num_chunks]
+      rows = updates[number]
+      update = rows[: share.num_chunks]
       if share.name in residuals:
         corrected = update + residuals[share.name]
         zeros = jnp.zeros_like(update)
@@ -86,7 +90,8 @@ class UpdatePacker:
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
-    return self.words.join(packed, scalars), kept
+    words = self.words.join(packed, scalars)
+    return words, kept
 
   def unpack(
     self,

@@ -10,7 +10,6 @@ on, is one message. A step with one exchange is two programs and one round.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,16 +69,24 @@ class PartedStep:
     inputs of the numbers `donated` may be overwritten once all exchanges have
     succeeded.
     """
-    self._jaxpr, self._compiled, self._follows = step.jaxpr, compiled, follows
-    self._known = dict(zip(step.jaxpr.constvars, step.consts))
-    self._kept = {*self._known, *step.jaxpr.invars}
-    self._kept -= {step.jaxpr.invars[number] for number in donated}
-    results = step.jaxpr.outvars
+    jaxpr = step.jaxpr
+    self._jaxpr = jaxpr
+    self._compiled = compiled
+    self._follows = follows
+    self._known = dict(zip(jaxpr.constvars, step.consts))
+    self._kept = {*self._known, *jaxpr.invars}
+    for number in donated:
+      self._kept.discard(jaxpr.invars[number])
+    results = jaxpr.outvars
     if wanted is not None:
       results = [results[number] for number in wanted]
     self._parts = self._cut(results)
 
-  def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
+  def run(
+    self,
+    args: Sequence[Any],
+    exchange: Exchange,
+  ) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
     *parts, last = self._parts
@@ -100,7 +107,7 @@ class PartedStep:
     """Exchanges one message, and runs a branch of each `cond`."""
     eqns = [meeting.eqn for meeting in meetings if not meeting.branches]
     if eqns:
-      sent: list[Any] = []
+      sent = []
       if not self._follows:
         for eqn in eqns:
           sent += values_of(values, eqn.invars)
@@ -109,7 +116,8 @@ class PartedStep:
     for meeting in meetings:
       if meeting.branches:
         number, *operands = values_of(values, meeting.eqn.invars)
-        outputs = meeting.branches[int(number)].run(operands, exchange)
+        branch = meeting.branches[int(number)]
+        outputs = branch.run(operands, exchange)
         values.update(zip(meeting.writes, outputs))
 
   def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
@@ -130,7 +138,8 @@ class PartedStep:
         number = round_of[eqn]
         meeting = self._meeting(eqn, needed)
         self._rounds[number].insert(0, meeting)
-        parts, reads = {number}, meeting.reads
+        reads = meeting.reads
+        parts = {number}
       else:
         reads = variables(eqn.invars)
         parts = set()
@@ -155,7 +164,7 @@ class PartedStep:
     free = {*reads} - self._kept - {*variables(results)}
     parts = [_Part(run, reads, results, free)]
     read_later = {*reads}
-    for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
+    for meetings, eqns in zip(reversed(self._rounds), reversed(placed)):
       for meeting in meetings:
         read_later.update(meeting.reads)
       writes = [made for made in made_by(eqns) if made in read_later]
@@ -164,7 +173,11 @@ class PartedStep:
       parts.insert(0, _Part(run, reads, writes))
     return [part._replace(run=self._compiled(part)) for part in parts]
 
-  def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
+  def _meeting(
+    self,
+    eqn: JaxprEqn,
+    needed: Container[Var],
+  ) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
       sent = [] if self._follows else variables(eqn.invars)
       return _Meeting(eqn, sent, eqn.outvars, [])
@@ -175,14 +188,26 @@ class PartedStep:
         f' is differentiated, got an exchange inside of {name!r}. Call the'
         ' step once for each exchange.'
       )
-    writes = [made for made in eqn.outvars if made in needed]
-    wanted = [eqn.outvars.index(made) for made in writes]
-    number, *operands = eqn.invars
-    reads, branches = [number], []
+    writes = []
+    wanted = []
+    for number, made in enumerate(eqn.outvars):
+      if made in needed:
+        writes.append(made)
+        wanted.append(number)
+    condition, *operands = eqn.invars
+    reads = [condition]
+    branches = []
     for jaxpr in eqn.params['branches']:
-      branch = PartedStep(flat(jaxpr), self._compiled, wanted, self._follows)
-      reads += itertools.compress(operands, branch.uses)
+      branch = PartedStep(
+        flat(jaxpr),
+        self._compiled,
+        wanted,
+        self._follows,
+      )
       branches.append(branch)
+      for operand, is_used in zip(operands, branch.uses):
+        if is_used:
+          reads.append(operand)
     return _Meeting(eqn, variables(reads), writes, branches)
 
 
@@ -191,17 +216,20 @@ def jitted(part: _Part, ahead: bool) -> Any:
 
   Results of the last part take over the buffers of what it may overwrite.
   """
-  written = [
-    _type_of(result) for result in part.writes if result not in part.reads
-  ]
+  written = []
+  for result in part.writes:
+    if result not in part.reads:
+      written.append(_type_of(result))
   donated = []
   for number, variable in enumerate(part.reads):
-    if variable in (part.free or ()) and _type_of(variable) in written:
-      written.remove(_type_of(variable))
+    buffer = _type_of(variable)
+    if variable in (part.free or ()) and buffer in written:
+      written.remove(buffer)
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
   if ahead:
-    program.lower(*(variable.aval for variable in part.reads)).compile()
+    types = [variable.aval for variable in part.reads]
+    program.lower(*types).compile()
   return program
 
 
@@ -212,14 +240,16 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
   others do.
   """
   depths: dict[Any, int] = {}  # exchanges that a variable depends on
-  rounds: dict[JaxprEqn, int] = {}
+  rounds = {}
   for eqn in jaxpr.eqns:
-    before = [depths.get(variable, 0) for variable in variables(eqn.invars)]
-    depth = max(before, default=0)
+    depth = 0
+    for variable in variables(eqn.invars):
+      depth = max(depth, depths.get(variable, 0))
     if meetings_in([eqn]):
       rounds[eqn] = depth
       depth += 1
-    depths.update(dict.fromkeys(eqn.outvars, depth))
+    for variable in eqn.outvars:
+      depths[variable] = depth
   return rounds
 
 
@@ -247,7 +277,8 @@ def flat(step: ClosedJaxpr) -> ClosedJaxpr:
   Also without the checks of `watch`, which are over. One that follows would
   depend on gradients, where they are watched together with what it needs.
   """
-  return jax.make_jaxpr(functools.partial(_replay, step))(*step.in_avals)
+  replay = functools.partial(_replay, step)
+  return jax.make_jaxpr(replay)(*step.in_avals)
 
 
 def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -256,7 +287,8 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
   for eqn in jaxpr.eqns:
-    name, inputs = eqn.primitive.name, values_of(values, eqn.invars)
+    name = eqn.primitive.name
+    inputs = values_of(values, eqn.invars)
     if eqn.primitive is watch_p:
       outputs = inputs
     elif name == 'shard_map' and meetings_in([eqn]):
@@ -285,17 +317,20 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     is_last = part.free is not None
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      reads = []
+      inputs = []
       for variable, array in zip(part.reads, arrays):
-        # From [1, ...] on each device.
-        reads.append(array if variable in specs else array[0])
-      writes = part.run(*reads)
-      return writes if is_last else [array[None] for array in writes]
+        if variable not in specs:
+          array = array[0]  # from [1, ...] on each device
+        inputs.append(array)
+      outputs = part.run(*inputs)
+      if is_last:
+        return outputs
+      return [array[None] for array in outputs]
 
+    in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     out_specs = [devices] * len(part.writes)
     if is_last:
       out_specs = list(eqn.params['out_specs'])
-    in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     return jax.shard_map(
       on_device,
       mesh=mesh,
@@ -304,12 +339,17 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
       check_vma=False,
     )
 
-  def exchange(eqns: list[JaxprEqn], sent: list[Any]) -> list[Met]:
+  def exchange(
+    eqns: list[JaxprEqn],
+    sent: list[Any],
+  ) -> list[Met]:
+    # From f32[workers, devices, ...]; all devices have the same flags.
+    to_devices = jax.vmap(Met, (1, None, None))
     received = []
     for eqn, array in zip(eqns, sent):  # f32[devices, ...]
-      met = meet(array, Programs(eqn.params['size']))
-      # From f32[workers, devices, ...]; all devices have the same flags.
-      received.append(jax.vmap(Met, (1, None, None))(*met))
+      programs = Programs(eqn.params['size'])
+      met = meet(array, programs)
+      received.append(to_devices(*met))
     return received
 
   parts = PartedStep(ClosedJaxpr(body, []), mapped)
