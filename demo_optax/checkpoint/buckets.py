@@ -172,8 +172,7 @@ def _bucket_of(
   def one_device(own: Mapping[int, Array]) -> Array:
     # [chunks of all devices with these shards, n]
     chunks = layout.join(number, own, bucket.all_chunks)
-    device = jax.lax.axis_index(bucket.split_axes)
-    rows = bucket.of_device(chunks, device)
+    rows = bucket.of_device(chunks)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 

@@ -144,9 +144,8 @@ def exchange(
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = []
-  for number, bucket in enumerate(buckets):
-    device = lax.axis_index(bucket.split_axes)
-    chunks.append(layout.fill(number, gradients, device, hyper.step))
+  for number in range(len(buckets)):
+    chunks.append(layout.fill(number, gradients, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
