@@ -135,8 +135,8 @@ def messages(packer: wire.Packer, count: int) -> jax.Array:
       within = jax.random.randint(keys[0], (rows, f.k), 0, step)
       indices = first * step + within if f.k < f.n else None
       values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
-      selected.append(wire.Selected(indices, values, jnp.ones(())))
-    packed, _ = packer.pack(selected, jnp.ones(()), jnp.array(True))
+      selected.append(wire.Selected(indices, values))
+    packed, _ = packer.pack(selected, {}, jnp.ones(()), jnp.array(True))
     data = packed[packer.name]
     return data if packer.num_owners is None else data[0]
 

@@ -294,15 +294,10 @@ def _sent_by_device(
 ) -> tuple[int, int, int]:
   """Returns bytes in a device's message, summands, and all owners' updates."""
   packer, owners, layout = config.packer, config.owners, config.layout
-  message = summed = updates = 0
-  for name, array in packer.shapes.items():
-    num_bytes = array.size * array.dtype.itemsize
-    if name == packer.name:
-      message += num_bytes
-    else:
-      summed += num_bytes
+  message, summed = packer.num_bytes
+  updates = 0
   if owners is not None:
-    updates += 4 * math.prod(owners.words.shape) * count
+    updates = owners.words.num_bytes * count
   # What `average_gradients` gathers or adds up, uncompressed.
   averaged = [_shard_bytes(layout.leaves[number]) for number in layout.averaged]
   if config.weighted and averaged:

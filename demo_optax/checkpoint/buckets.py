@@ -27,6 +27,7 @@ from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers import Spec, Workers, lift
+from demo_optax.workers.collectives import join_devices
 from demo_optax.workers.param_specs import entry, keep
 
 Shape = jax.ShapeDtypeStruct
@@ -146,7 +147,7 @@ def _leaves_of(
   def one_device(rows: Array) -> dict[int, Array]:
     own_chunks = rows.reshape(bucket.shape)[: bucket.num_chunks]
     # [chunks of all devices with these shards, n]
-    chunks = workers.group.join_devices(own_chunks, bucket.split_axes)
+    chunks = join_devices(own_chunks, bucket.split_axes)
     coefficients = {}
     for member, leaf_chunks in layout.split(number, chunks).items():
       shape = layout.leaves[member].grid.coefficients_shape
@@ -171,8 +172,7 @@ def _bucket_of(
   def one_device(own: Mapping[int, Array]) -> Array:
     # [chunks of all devices with these shards, n]
     chunks = layout.join(number, own, bucket.all_chunks)
-    device = workers.group.device_index(bucket.split_axes)
-    rows = bucket.of_device(chunks, device)
+    rows = bucket.of_device(chunks)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 

@@ -113,15 +113,15 @@ class Bucket:
     """Returns the bucket that one among several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
-  def of_device(
-    self,
-    x: Array,
-    device: Array | int,
-  ) -> Array:
-    """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
-    start = device * self.num_chunks
-    own = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
-    return plain.pad_to(own, self.rows, axis=0)
+  def of_device(self, x: Array) -> Array:
+    """Cuts `[num_devices * num_chunks, ...]` to the `rows` of this device.
+
+    Called where `split_axes` are mapped.
+    """
+    if self.split_axes:
+      start = lax.axis_index(self.split_axes) * self.num_chunks
+      x = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
+    return plain.pad_to(x, self.rows, axis=0)
 
   def with_rows(
     self,
@@ -335,13 +335,9 @@ class Layout:
     self,
     number: int,
     shards: Mapping[int, Array],
-    device: Array | int,
     step: Numeric,
   ) -> Array:
-    """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
-
-    `device` is this device's number along the bucket's `split_axes`.
-    """
+    """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`."""
     bucket = self.buckets[number]
     chunks = {}
     for member in self.members(number):
@@ -350,7 +346,7 @@ class Layout:
     if bucket.num_devices == 1:
       return self.join(number, chunks, bucket.rows, step)
     of_all = self.join(number, chunks, bucket.all_chunks, step)
-    return bucket.of_device(of_all, device)
+    return bucket.of_device(of_all)
 
   def cut(
     self,

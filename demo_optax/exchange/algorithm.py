@@ -41,7 +41,7 @@ from demo_optax.exchange.message import Packer, Report, is_weight
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
-from demo_optax.workers.collectives import gather, sums
+from demo_optax.workers.collectives import gather, join_devices, sums
 
 # A worker is excluded if a gradient element exceeds this share of the largest
 # float. Sums of a chunk over all steps then stay finite.
@@ -144,9 +144,8 @@ def exchange(
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = []
-  for number, bucket in enumerate(buckets):
-    device = group.device_index(bucket.split_axes)
-    chunks.append(layout.fill(number, gradients, device, hyper.step))
+  for number in range(len(buckets)):
+    chunks.append(layout.fill(number, gradients, hyper.step))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -169,7 +168,7 @@ def exchange(
       momentum[bucket.name] = held
 
   # The message, and the values [rows, k] that all workers decode from it.
-  message, sent = packer.pack(selected, hyper.alpha, valid, weight)
+  message, sent = packer.pack(selected, momentum, hyper.alpha, valid, weight)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
   arrived, included = group.send_and_receive(message)
@@ -190,10 +189,10 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, selections in zip(packer.read, received):
+  for number, bucket in enumerate(packer.read):
     update, count = arithmetic.merge(
       bucket,
-      selections,
+      received[number],
       config.average,
       hyper.step,
     )
@@ -215,7 +214,7 @@ def exchange(
   for number, (bucket, update) in enumerate(zip(buckets, merged)):
     if bucket.split_axes:
       own = update[: bucket.num_chunks]
-      update = group.join_devices(own, bucket.split_axes)
+      update = join_devices(own, bucket.split_axes)
     updates |= layout.cut(number, update, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)

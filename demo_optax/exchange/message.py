@@ -67,7 +67,6 @@ class Selected(NamedTuple):
 
   indices: Array | None  # int32 [rows, k], ascending; None if k is n
   values: Array  # [rows, k]
-  energy: Array  # float32 [], the sum of squares of all that momentum holds
 
 
 class Received(NamedTuple):
@@ -99,58 +98,66 @@ class Words:
   readers: tuple[int, ...] = ()  # how many, if each reads its own chunks
 
   @functools.cached_property
-  def members(self) -> dict[ChunkFormat, list[int]]:
-    """Numbers of the buckets of each format, which are packed together."""
-    members: dict[ChunkFormat, list[int]] = {}
-    for number, bucket in self.buckets.items():
-      members.setdefault(bucket.format, []).append(number)
-    return members
+  def counts(self) -> dict[ChunkFormat, dict[int, int]]:
+    """How many chunks of each bucket are sent.
 
-  def _counts(self, numbers: Sequence[int]) -> list[int]:
-    """Chunks that are sent of each bucket."""
-    return [self.buckets[number].num_chunks for number in numbers]
+    By format, whose buckets are packed together, then by bucket number.
+    """
+    counts: dict[ChunkFormat, dict[int, int]] = {}
+    for number, bucket in self.buckets.items():
+      of_format = counts.setdefault(bucket.format, {})
+      of_format[number] = bucket.num_chunks
+    return counts
 
   @property
   def _sizes(self) -> list[int]:
     """Words of each format, then of the scalars."""
     sizes = []
-    for chunk_format, numbers in self.members.items():
-      sizes.append(chunk_format.words(sum(self._counts(numbers))))
+    for chunk_format, counts in self.counts.items():
+      num_chunks = sum(counts.values())
+      sizes.append(chunk_format.words(num_chunks))
     return [*sizes, self.num_scalars]
 
   @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the array of words: rows, if all readers read the same."""
     words = sum(self._sizes)
-    return (*self.readers, words) if self.readers else (-(-words // ROW), ROW)
+    if self.readers:
+      return *self.readers, words
+    return -(-words // ROW), ROW
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of all words."""
+    return 4 * math.prod(self.shape)
 
   def encode(
     self,
-    selected: Mapping[int, tuple[Array | None, Array]],
+    selected: Mapping[int, Selected] | Sequence[Selected],
   ) -> tuple[list[Array], dict[int, Array]]:
-    """Writes indices and values `[rows, k]` of all buckets.
+    """Writes the selections `[rows, k]` of all buckets, by number.
 
     Returns the words of each format, uint32 `[*readers, words]`; and for each
     bucket the values `[*readers, chunks, k]` that readers decode.
     """
-    packed: list[Array] = []
+    packed = []
     decoded: dict[int, Array] = {}
-    for chunk_format, numbers in self.members.items():
-      pairs = []  # [*readers, chunks, k] of each bucket
-      for number in numbers:
-        indices, values = selected[number]
-        if chunk_format.index_code is None:
-          indices = None
+    for chunk_format, counts in self.counts.items():
+      parts = []  # [*readers, chunks, k] of each bucket
+      for number in counts:
         cut = functools.partial(self._cut, self.buckets[number])
-        pairs.append(jax.tree.map(cut, (indices, values)))
-      joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *pairs)
+        parts.append(jax.tree.map(cut, selected[number]))
+      joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *parts)
       words, read = chunk_format.encode(*joined)
       packed.append(words)
-      parts = split(read, self._counts(numbers), axis=-2)
-      decoded.update(zip(numbers, parts))
+      decoded |= by_bucket(read, counts, axis=-2)
     return packed, decoded
 
-  def _cut(self, bucket: Bucket, x: Array) -> Array:
+  def _cut(
+    self,
+    bucket: Bucket,
+    x: Array,
+  ) -> Array:
     """Cuts `[rows, k]` to what is sent, `[*readers, chunks, k]`.
 
     Readers with fewer chunks get some that fill theirs.
@@ -159,39 +166,45 @@ class Words:
     cut = bucket.with_rows(x, rows)
     return cut.reshape(*self.readers, -1, bucket.format.k)
 
-  def join(self, packed: Sequence[Array], scalars: Array) -> Array:
+  def join(
+    self,
+    packed: Sequence[Array],
+    scalars: Array,
+  ) -> Array:
     """Returns all words, with float32 scalars after those of `encode`."""
     end = lax.bitcast_convert_type(scalars, jnp.uint32)
     end = jnp.broadcast_to(end, (*self.readers, *end.shape))
     words = jnp.concatenate([*packed, end], axis=-1)  # [*readers, words]
     if self.readers:
       return words
-    rows, _ = self.shape
-    return plain.pad_to(words, rows * ROW).reshape(rows, ROW)
+    padded = plain.pad_to(words, math.prod(self.shape))
+    return padded.reshape(self.shape)
 
   def decode(
-    self, words: Array
-  ) -> tuple[dict[int, tuple[Array | None, Array]], list[Array], Array]:
+    self,
+    words: Array,
+  ) -> tuple[dict[int, Selected], list[Array], Array]:
     """Reads the words of several senders, uint32 `[senders, ...]`.
 
-    Returns indices and values `[senders, chunks, k]` by bucket number; for each
-    format whose chunks are sound, bool `[senders]`; and float32 `[senders,
-    scalars]`.
+    Returns selections `[senders, chunks, k]` by bucket number; for each format
+    whose chunks are sound, bool `[senders]`; and float32 `[senders, scalars]`.
     """
     flat = words.reshape(len(words), -1)
-    *parts, end, _ = jnp.split(flat, np.cumsum(self._sizes), axis=1)
-    all_sound: list[Array] = []
-    selections: dict[int, tuple[Array | None, Array]] = {}
-    for part, (chunk_format, numbers) in zip(parts, self.members.items()):
-      counts = self._counts(numbers)
-      # [senders, chunks, k] of all members together
-      indices, values, sound = chunk_format.decode(part, sum(counts))
+    ends = np.cumsum(self._sizes)
+    *parts, end, _ = jnp.split(flat, ends, axis=1)
+    all_sound = []
+    selections = {}
+    for part, (chunk_format, counts) in zip(parts, self.counts.items()):
+      num_chunks = sum(counts.values())
+      # [senders, chunks, k] of all buckets together
+      indices, values, sound = chunk_format.decode(part, num_chunks)
       all_sound.append(sound)
-      several: Sequence[Array | None] = [None] * len(numbers)
+      places = {}
       if indices is not None:
-        several = split(indices, counts, axis=-2)
-      pairs = zip(several, split(values, counts, axis=-2))
-      selections.update(zip(numbers, pairs))
+        places = by_bucket(indices, counts, axis=-2)
+      for number, own in by_bucket(values, counts, axis=-2).items():
+        own_places = places.get(number)
+        selections[number] = Selected(own_places, own)
     scalars = lax.bitcast_convert_type(end, jnp.float32)
     return selections, all_sound, scalars
 
@@ -227,64 +240,62 @@ class Packer:
       if not bucket.format.summed:
         written[number] = bucket
     readers = (self.num_owners,) if self.num_owners else ()
-    return Words(written, END_WORDS + self.weighted, readers)
+    num_scalars = END_WORDS + self.weighted
+    return Words(written, num_scalars, readers)
 
   @functools.cached_property
-  def summed(self) -> dict[str, list[int]]:
-    """Numbers of the buckets of each dtype that are summed."""
-    members: dict[str, list[int]] = {}
-    for number, bucket in enumerate(self.read):
+  def summed(self) -> dict[str, dict[int, int]]:
+    """How many values are summed of each bucket: by dtype, then by number."""
+    counts: dict[str, dict[int, int]] = {}
+    for number, bucket in enumerate(self.buckets):
       if bucket.format.summed:
-        members.setdefault(bucket.format.dtype, []).append(number)
-    return members
+        of_dtype = counts.setdefault(bucket.format.dtype, {})
+        of_dtype[number] = bucket.num_sent
+    return counts
 
   @property
-  def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays in the message of one device."""
-    arrays = {}
+  def num_bytes(self) -> tuple[int, int]:
+    """Bytes of one device's words, and of its summands."""
+    words = summed = 0
     if self.words.buckets:
-      arrays[self.name] = jax.ShapeDtypeStruct(self.words.shape, jnp.uint32)
-    for dtype, members in self.summed.items():
-      length = sum(self.read[number].num_sent for number in members)
-      length += END_WORDS + self.weighted
-      arrays[SUMMED + dtype] = jax.ShapeDtypeStruct((length,), dtype)
-    return arrays
+      words = self.words.num_bytes
+    for dtype, counts in self.summed.items():
+      length = sum(counts.values()) + self.words.num_scalars
+      summed += length * np.dtype(dtype).itemsize
+    return words, summed
 
   def pack(
     self,
     selected: Sequence[Selected],
+    momentum: Mapping[str, Array],
     alpha: Array,
     valid: Array,
     weight: Array | None = None,
   ) -> tuple[Message, list[Array]]:
     """Writes one device's message; `alpha`, `valid`, `weight` are scalars.
 
-    Returns the message, and for each bucket the values `[rows, k]` that
-    receivers decode.
+    Takes `momentum [rows, n]` by bucket name, to measure it. Returns the
+    message, and for each bucket the values `[rows, k]` that receivers decode.
     """
     sent = [selection.values for selection in selected]
-    packed: list[Array] = []
-    written = self.words.buckets
-    if written:
-      packed, decoded = self.words.encode(
-        {number: selected[number][:2] for number in written}
-      )
-      for number, values in decoded.items():
-        bucket = self.buckets[number]
-        flat = values.reshape(-1, bucket.format.k)
-        sent[number] = bucket.with_rows(flat, bucket.rows)
-    energies = self._energies(selected, sent, alpha)
-    scalars = [valid.astype(jnp.float32)[None], energies]
+    packed, decoded = self.words.encode(selected)
+    for number, values in decoded.items():
+      bucket = self.buckets[number]
+      flat = values.reshape(-1, bucket.format.k)
+      sent[number] = bucket.with_rows(flat, bucket.rows)
+    status = valid.astype(jnp.float32)[None]
+    energies = self._energies(selected, sent, momentum, alpha)
+    scalars = [status, energies]
     if weight is not None:
       scalars.append(weight[None])
     end = jnp.concatenate(scalars)  # float32 [scalars]
 
     message = {}
-    if written:
+    if packed:
       message[self.name] = self.words.join(packed, end)
-    for dtype, members in self.summed.items():
+    for dtype, counts in self.summed.items():
       vectors = []
-      for number in members:
+      for number in counts:
         bucket = self.buckets[number]
         chunks = bucket.with_rows(sent[number], bucket.num_chunks)
         vector = chunks.reshape(-1)
@@ -299,6 +310,7 @@ class Packer:
     self,
     selected: Sequence[Selected],
     sent: list[Array],
+    momentum: Mapping[str, Array],
     alpha: Array,
   ) -> Array:
     """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest.
@@ -307,51 +319,65 @@ class Packer:
     place. XLA would otherwise copy it. What is beyond float32 counts as zero.
     """
     total = jnp.zeros((ENERGIES,), jnp.float32)
-    for number, (bucket, selection) in enumerate(zip(self.buckets, selected)):
-      if not bucket.error_feedback:
+    for number, bucket in enumerate(self.buckets):
+      if bucket.name not in momentum:
         continue
-      _, values, held = selection
-      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
+      held = energy(momentum[bucket.name])
+      values = selected[number].values
+      leaving = rounding.mul_no_fma(alpha, sent[number])
+      stays = energy(values - leaving)
       if bucket.format.k < bucket.format.n:
         stays += jnp.maximum(held - energy(values), 0)
       energies = jnp.stack([held, energy(sent[number]), stays])
       # No energy is negative, also if it is beyond float32 (infinite or NaN).
-      sent[number] = rounding.after(sent[number], jnp.sum(energies) < 0)
+      never = jnp.sum(energies) < 0
+      sent[number] = rounding.after(sent[number], never)
       total += energies
     return jnp.where(jnp.isfinite(total), total, 0)
 
   def unpack(
-    self, arrived: Message, group: Group
-  ) -> tuple[list[Received], Report]:
-    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
-    received: dict[int, Received] = {}
+    self,
+    arrived: Message,
+    group: Group,
+  ) -> tuple[dict[int, Received], Report]:
+    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
+
+    The selections are by bucket number.
+    """
+    received = {}
     report = Report(None, jnp.zeros((ENERGIES,), jnp.float32))
-    for dtype, members in self.summed.items():
+    for dtype, counts in self.summed.items():
       sums = arrived[SUMMED + dtype]
-      total, end = jnp.split(sums, [len(sums) - END_WORDS - self.weighted])
-      count = jnp.round(end[0]).astype(jnp.int32)
-      count = group.over_devices(lax.pmin, count)
-      of_all = end[-1] if self.weighted else count
+      num_values = sum(counts.values())
+      total, end = jnp.split(sums, [num_values])
+      num_valid = jnp.round(end[0]).astype(jnp.int32)
+      num_valid = group.over_devices(lax.pmin, num_valid)
+      of_all = end[-1] if self.weighted else num_valid
       share = rounding.share(1, of_all, total.dtype)
       mean = rounding.mul_no_fma(share, total)
-      buckets = [self.read[number] for number in members]
-      parts = split(mean, [bucket.num_sent for bucket in buckets], axis=0)
-      for number, bucket, part in zip(members, buckets, parts):
+      for number, part in by_bucket(mean, counts, axis=0).items():
+        bucket = self.buckets[number]
         chunks = part.reshape(1, -1, bucket.format.k)  # [1, chunks, k]
         values = bucket.with_rows(chunks, bucket.rows)
-        received[number] = Received(None, values, count[None] > 0)
-      report = Report(count, end[1:END_WORDS].astype(jnp.float32))
+        is_valid = num_valid[None] > 0  # bool [1]
+        received[number] = Received(None, values, is_valid)
+      energies = end[1:END_WORDS].astype(jnp.float32)
+      report = Report(num_valid, energies)
     if self.words.buckets:
       selections, report = self._read_words(arrived[self.name], group)
-      received.update(selections)
-    return [received[number] for number in range(len(self.buckets))], report
+      received |= selections
+    return received, report
 
   def _read_words(
-    self, words: Array, group: Group
+    self,
+    words: Array,
+    group: Group,
   ) -> tuple[dict[int, Received], Report]:
     """Reads uint32 `[workers, ...]`; returns selections by bucket number."""
     selections, sound, scalars = self.words.decode(words)
-    good, weights = [*sound, scalars[:, 0] == 1], None
+    status = scalars[:, 0]
+    good = [*sound, status == 1]
+    weights = None
     if self.weighted:
       weights = scalars[:, END_WORDS]
       good.append(is_weight(weights))
@@ -363,10 +389,11 @@ class Packer:
       fill = functools.partial(bucket.with_rows, rows=bucket.rows)
       indices, values = jax.tree.map(fill, selection)
       received[number] = Received(indices, values, valid, weights)
-    energies = scalars[:, 1:END_WORDS]
-    energies = jnp.where(valid[:, None] & jnp.isfinite(energies), energies, 0)
+    energies = scalars[:, 1:END_WORDS]  # [workers, ENERGIES]
+    counted = valid[:, None] & jnp.isfinite(energies)
+    total = jnp.sum(jnp.where(counted, energies, 0), axis=0)
     num_valid = jnp.sum(valid, dtype=jnp.int32)
-    return received, Report(num_valid, jnp.sum(energies, axis=0))
+    return received, Report(num_valid, total)
 
 
 def is_weight(x: Array) -> Array:
@@ -383,7 +410,8 @@ def energy(x: Array) -> Array:
   if len(x) >= 2 * _SAMPLE:
     # By steps of the golden ratio: no period of the rows is in step with them.
     places = np.arange(_SAMPLE) * _GOLDEN % 1 * len(x)
-    part = x.at[np.unique(places.astype(np.int32))].get(
+    rows = np.unique(places.astype(np.int32))
+    part = x.at[rows].get(
       indices_are_sorted=True,
       unique_indices=True,
       mode='promise_in_bounds',
@@ -393,10 +421,12 @@ def energy(x: Array) -> Array:
   return total * (len(x) / len(part))
 
 
-def split(
+def by_bucket(
   x: Array,
-  sizes: Sequence[int],
+  counts: Mapping[int, int],
   axis: int,
-) -> list[Array]:
-  """Cuts an array into consecutive parts."""
-  return jnp.split(x, np.cumsum(sizes)[:-1], axis)
+) -> dict[int, Array]:
+  """Cuts an array into consecutive parts with these lengths, by number."""
+  ends = np.cumsum([*counts.values()])
+  parts = jnp.split(x, ends[:-1], axis)
+  return dict(zip(counts, parts))

@@ -20,7 +20,7 @@ from jax import Array, lax
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import END_WORDS, Report, Words
+from demo_optax.exchange.message import END_WORDS, Report, Selected, Words
 from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
@@ -30,28 +30,31 @@ class UpdatePacker:
   """Packs updates for one owner's chunks, and unpacks those from all owners."""
 
   buckets: Mapping[int, Bucket]  # by number, as one owner has them
-  values: str  # one of UPDATE_VALUES
+  update_values: str  # the value code, one of UPDATE_VALUES
 
   @functools.cached_property
   def words(self) -> Words:
     """What one owner writes."""
     shares = {}
     for number, share in self.buckets.items():
-      size = share.format.n
-      everything = ChunkFormat(size, size, share.format.dtype, self.values)
+      n = share.format.n
+      dtype = share.format.dtype
+      everything = ChunkFormat(n, n, dtype, self.update_values)
       shares[number] = dataclasses.replace(share, format=everything)
-    return Words(shares, END_WORDS + len(shares))
+    num_scalars = END_WORDS + len(shares)
+    return Words(shares, num_scalars)
 
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """An owner's residuals by bucket name, as shapes and dtypes."""
-    residuals: dict[str, jax.ShapeDtypeStruct] = {}
-    if self.values in WITHOUT_RESIDUAL:
-      return residuals
-    for share in self.words.buckets.values():
+    if self.update_values in WITHOUT_RESIDUAL:
+      return {}
+    residuals = {}
+    for share in self.buckets.values():
       if share.error_feedback:  # else the next updates have other places
         shape = share.num_chunks, share.format.n
-        residuals[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
+        dtype = share.format.dtype
+        residuals[share.name] = jax.ShapeDtypeStruct(shape, dtype)
     return residuals
 
   def pack(
@@ -68,23 +71,27 @@ class UpdatePacker:
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
-    written: dict[int, tuple[None, Array]] = {}
-    for number, share in self.words.buckets.items():
-      update = updates[number][: share.num_chunks]
-      if (old := residuals.get(share.name)) is not None:
+    written = {}
+    for number, share in self.buckets.items():
+      rows = updates[number]
+      update = rows[: share.num_chunks]
+      if share.name in residuals:
+        corrected = update + residuals[share.name]
         zeros = jnp.zeros_like(update)
-        update = jnp.where(someone, update + old, zeros)
-      written[number] = None, update
+        update = jnp.where(someone, corrected, zeros)
+      written[number] = Selected(None, update)
     packed, decoded = self.words.encode(written)
     kept = {}
-    for number, share in self.words.buckets.items():
-      if (old := residuals.get(share.name)) is not None:
-        lost = written[number][1] - decoded[number]
-        kept[share.name] = jnp.where(someone, lost, old)
+    for number, share in self.buckets.items():
+      if share.name in residuals:
+        lost = written[number].values - decoded[number]
+        former = residuals[share.name]
+        kept[share.name] = jnp.where(someone, lost, former)
     count = report.num_valid.astype(jnp.float32)[None]
     distinct = jnp.stack([report.distinct[number] for number in written])
     scalars = jnp.concatenate([count, report.energies, distinct])
-    return self.words.join(packed, scalars), kept
+    words = self.words.join(packed, scalars)
+    return words, kept
 
   def unpack(
     self,
@@ -102,11 +109,13 @@ class UpdatePacker:
     num_valid = jnp.min(scalars[:, 0]).astype(jnp.int32)
     num_valid = group.over_devices(lax.pmin, num_valid)
     good = plain.every(sound) & (num_valid > 0)  # [owners]
-    totals = jnp.sum(scalars[:, END_WORDS:], axis=0)
-    updates, all_distinct = {}, list(distinct)
-    for (number, (_, values)), total in zip(selections.items(), totals):
+    totals = jnp.sum(scalars[:, END_WORDS:], axis=0)  # by bucket
+    updates = {}
+    all_distinct = list(distinct)
+    for number, total in zip(self.buckets, totals):
+      values = selections[number].values  # [owners, chunks, n]
       values = jnp.where(good[:, None, None], values, 0)
-      updates[number] = values.reshape(-1, values.shape[-1])
+      updates[number] = lax.collapse(values, 0, 2)
       all_distinct[number] = total
     energies = jnp.max(scalars[:, 1:END_WORDS], axis=0)
     return updates, Report(num_valid, energies, all_distinct)

@@ -323,10 +323,10 @@ class RemoteProgram:
     if workers compare theirs.
     """
 
-    def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
+    def exchange(eqns: list[JaxprEqn], sent: list[Any]) -> list[Any]:
       types: list[Any] = [eqn.invars[0].aval for eqn in eqns]
       body = b''
-      if sent is not None:
+      if sent:
         body = self._tag + states.to_bytes(sent)
       is_wanted = self._link.position.then == frames.SEND
       messages = gather(arrays, body)
@@ -336,7 +336,7 @@ class RemoteProgram:
         if len(message) > size:
           sketches[rank] = message[size:]
       if sketches:
-        first = self._compare(arrays, sketches, sent is None)
+        first = self._compare(arrays, sketches, follows=not sent)
         self._is_source |= is_wanted and first == self._link.rank
       return self._met(types, messages)
 

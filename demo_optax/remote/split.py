@@ -10,7 +10,6 @@ on, is one message. A step with one exchange is two programs and one round.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers.collectives import Programs, meet, meet_p
+from demo_optax.workers.collectives import Met, Programs, meet, meet_p
 from demo_optax.workers.equations import (
   function_of,
   made_by,
@@ -28,9 +27,9 @@ from demo_optax.workers.equations import (
 )
 from demo_optax.workers.variation import watch_p
 
-# From equations of `meet` at one depth, and what this worker sends in each
-# (None if it only receives), to what all have sent, as in `Met`.
-Exchange = Callable[[list[JaxprEqn], list[Any] | None], Sequence[Any]]
+# From equations of `meet` at one depth, and what this worker sends in each (if
+# it only receives, nothing), to what all have sent, as in `Met`.
+Exchange = Callable[[list[JaxprEqn], list[Any]], Sequence[Any]]
 
 
 class _Meeting(NamedTuple):
@@ -70,16 +69,24 @@ class PartedStep:
     inputs of the numbers `donated` may be overwritten once all exchanges have
     succeeded.
     """
-    self._jaxpr, self._compiled, self._follows = step.jaxpr, compiled, follows
-    self._known = dict(zip(step.jaxpr.constvars, step.consts))
-    self._kept = {*self._known, *step.jaxpr.invars}
-    self._kept -= {step.jaxpr.invars[number] for number in donated}
-    results = step.jaxpr.outvars
+    jaxpr = step.jaxpr
+    self._jaxpr = jaxpr
+    self._compiled = compiled
+    self._follows = follows
+    self._known = dict(zip(jaxpr.constvars, step.consts))
+    self._kept = {*self._known, *jaxpr.invars}
+    for number in donated:
+      self._kept.discard(jaxpr.invars[number])
+    results = jaxpr.outvars
     if wanted is not None:
       results = [results[number] for number in wanted]
     self._parts = self._cut(results)
 
-  def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
+  def run(
+    self,
+    args: Sequence[Any],
+    exchange: Exchange,
+  ) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
     *parts, last = self._parts
@@ -100,16 +107,18 @@ class PartedStep:
     """Exchanges one message, and runs a branch of each `cond`."""
     eqns = [meeting.eqn for meeting in meetings if not meeting.branches]
     if eqns:
-      sent = None
+      sent = []
       if not self._follows:
-        sent = values_of(values, [eqn.invars[0] for eqn in eqns])
-      for eqn, received in zip(eqns, exchange(eqns, sent)):
-        values.update(zip(eqn.outvars, received))
-    for eqn, _, writes, branches in meetings:
-      if branches:
-        number, *operands = values_of(values, eqn.invars)
-        outputs = branches[int(number)].run(operands, exchange)
-        values.update(zip(writes, outputs))
+        for eqn in eqns:
+          sent += values_of(values, eqn.invars)
+      for eqn, met in zip(eqns, exchange(eqns, sent)):
+        values.update(zip(eqn.outvars, met))
+    for meeting in meetings:
+      if meeting.branches:
+        number, *operands = values_of(values, meeting.eqn.invars)
+        branch = meeting.branches[int(number)]
+        outputs = branch.run(operands, exchange)
+        values.update(zip(meeting.writes, outputs))
 
   def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
     """Returns the equations of each part: one before each round, and the last.
@@ -129,15 +138,17 @@ class PartedStep:
         number = round_of[eqn]
         meeting = self._meeting(eqn, needed)
         self._rounds[number].insert(0, meeting)
-        parts, reads = [number], meeting.reads
+        reads = meeting.reads
+        parts = {number}
       else:
         reads = variables(eqn.invars)
-        users = [needed.get(variable, ()) for variable in eqn.outvars]
-        parts = sorted(set().union(*users))
+        parts = set()
+        for variable in eqn.outvars:
+          parts |= needed.get(variable, set())
         if eqn.effects and not self._follows:
-          parts.append(last)
-        if reads:
-          parts = parts[:1]
+          parts.add(last)
+        if reads and parts:
+          parts = {min(parts)}
         for number in parts:
           placed[number].insert(0, eqn)
       if parts:
@@ -153,7 +164,7 @@ class PartedStep:
     free = {*reads} - self._kept - {*variables(results)}
     parts = [_Part(run, reads, results, free)]
     read_later = {*reads}
-    for meetings, eqns in zip(self._rounds[::-1], placed[::-1]):
+    for meetings, eqns in zip(reversed(self._rounds), reversed(placed)):
       for meeting in meetings:
         read_later.update(meeting.reads)
       writes = [made for made in made_by(eqns) if made in read_later]
@@ -162,7 +173,11 @@ class PartedStep:
       parts.insert(0, _Part(run, reads, writes))
     return [part._replace(run=self._compiled(part)) for part in parts]
 
-  def _meeting(self, eqn: JaxprEqn, needed: Container[Var]) -> _Meeting:
+  def _meeting(
+    self,
+    eqn: JaxprEqn,
+    needed: Container[Var],
+  ) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
       sent = [] if self._follows else variables(eqn.invars)
       return _Meeting(eqn, sent, eqn.outvars, [])
@@ -173,14 +188,26 @@ class PartedStep:
         f' is differentiated, got an exchange inside of {name!r}. Call the'
         ' step once for each exchange.'
       )
-    writes = [made for made in eqn.outvars if made in needed]
-    wanted = [eqn.outvars.index(made) for made in writes]
-    number, *operands = eqn.invars
-    reads, branches = [number], []
+    writes = []
+    wanted = []
+    for number, made in enumerate(eqn.outvars):
+      if made in needed:
+        writes.append(made)
+        wanted.append(number)
+    condition, *operands = eqn.invars
+    reads = [condition]
+    branches = []
     for jaxpr in eqn.params['branches']:
-      branch = PartedStep(flat(jaxpr), self._compiled, wanted, self._follows)
-      reads += itertools.compress(operands, branch.uses)
+      branch = PartedStep(
+        flat(jaxpr),
+        self._compiled,
+        wanted,
+        self._follows,
+      )
       branches.append(branch)
+      for operand, is_used in zip(operands, branch.uses):
+        if is_used:
+          reads.append(operand)
     return _Meeting(eqn, variables(reads), writes, branches)
 
 
@@ -189,17 +216,20 @@ def jitted(part: _Part, ahead: bool) -> Any:
 
   Results of the last part take over the buffers of what it may overwrite.
   """
-  written = [
-    _type_of(result) for result in part.writes if result not in part.reads
-  ]
+  written = []
+  for result in part.writes:
+    if result not in part.reads:
+      written.append(_type_of(result))
   donated = []
   for number, variable in enumerate(part.reads):
-    if variable in (part.free or ()) and _type_of(variable) in written:
-      written.remove(_type_of(variable))
+    buffer = _type_of(variable)
+    if variable in (part.free or ()) and buffer in written:
+      written.remove(buffer)
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
   if ahead:
-    program.lower(*(variable.aval for variable in part.reads)).compile()
+    types = [variable.aval for variable in part.reads]
+    program.lower(*types).compile()
   return program
 
 
@@ -210,14 +240,16 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
   others do.
   """
   depths: dict[Any, int] = {}  # exchanges that a variable depends on
-  rounds: dict[JaxprEqn, int] = {}
+  rounds = {}
   for eqn in jaxpr.eqns:
-    before = [depths.get(variable, 0) for variable in variables(eqn.invars)]
-    depth = max(before, default=0)
+    depth = 0
+    for variable in variables(eqn.invars):
+      depth = max(depth, depths.get(variable, 0))
     if meetings_in([eqn]):
       rounds[eqn] = depth
       depth += 1
-    depths.update(dict.fromkeys(eqn.outvars, depth))
+    for variable in eqn.outvars:
+      depths[variable] = depth
   return rounds
 
 
@@ -245,7 +277,8 @@ def flat(step: ClosedJaxpr) -> ClosedJaxpr:
   Also without the checks of `watch`, which are over. One that follows would
   depend on gradients, where they are watched together with what it needs.
   """
-  return jax.make_jaxpr(functools.partial(_replay, step))(*step.in_avals)
+  replay = functools.partial(_replay, step)
+  return jax.make_jaxpr(replay)(*step.in_avals)
 
 
 def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -253,27 +286,20 @@ def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   jaxpr = step.jaxpr
   values = dict(zip(jaxpr.constvars, step.consts))
   values.update(zip(jaxpr.invars, args))
-  for is_opened, group in itertools.groupby(jaxpr.eqns, _is_opened):
-    eqns = [*group]
-    if not is_opened:
-      writes = made_by(eqns)
-      run, reads = function_of(jaxpr, eqns, writes)
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    inputs = values_of(values, eqn.invars)
+    if eqn.primitive is watch_p:
+      outputs = inputs
+    elif name == 'shard_map' and meetings_in([eqn]):
+      outputs = _replay_on_devices(eqn, inputs)
+    elif name in ('pjit', 'jit') and meetings_in([eqn]):
+      outputs = _replay(eqn.params['jaxpr'], *inputs)
+    else:
+      run, reads = function_of(jaxpr, [eqn], eqn.outvars)
       outputs = run(*values_of(values, reads))
-      values.update(zip(writes, outputs))
-      continue
-    for eqn in eqns:
-      outputs = inputs = values_of(values, eqn.invars)
-      if eqn.primitive.name == 'shard_map':
-        outputs = _replay_on_devices(eqn, inputs)
-      elif eqn.primitive is not watch_p:
-        outputs = _replay(eqn.params['jaxpr'], *inputs)
-      values.update(zip(eqn.outvars, outputs))
+    values.update(zip(eqn.outvars, outputs))
   return values_of(values, jaxpr.outvars)
-
-
-def _is_opened(eqn: JaxprEqn) -> bool:
-  is_call = eqn.primitive.name in ('pjit', 'jit', 'shard_map')
-  return eqn.primitive is watch_p or (is_call and bool(meetings_in([eqn])))
 
 
 def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -291,17 +317,20 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     is_last = part.free is not None
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      reads = []
+      inputs = []
       for variable, array in zip(part.reads, arrays):
-        # From [1, ...] on each device.
-        reads.append(array if variable in specs else array[0])
-      writes = part.run(*reads)
-      return writes if is_last else [array[None] for array in writes]
+        if variable not in specs:
+          array = array[0]  # from [1, ...] on each device
+        inputs.append(array)
+      outputs = part.run(*inputs)
+      if is_last:
+        return outputs
+      return [array[None] for array in outputs]
 
+    in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     out_specs = [devices] * len(part.writes)
     if is_last:
       out_specs = list(eqn.params['out_specs'])
-    in_specs = tuple(specs.get(variable, devices) for variable in part.reads)
     return jax.shard_map(
       on_device,
       mesh=mesh,
@@ -310,13 +339,17 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
       check_vma=False,
     )
 
-  def exchange(eqns: list[JaxprEqn], sent: list[Any] | None) -> list[Any]:
+  def exchange(
+    eqns: list[JaxprEqn],
+    sent: list[Any],
+  ) -> list[Met]:
+    # From f32[workers, devices, ...]; all devices have the same flags.
+    to_devices = jax.vmap(Met, (1, None, None))
     received = []
-    for eqn, array in zip(eqns, sent or []):  # f32[devices, ...]
-      rows, *flags = meet(array, Programs(eqn.params['size']))
-      # From f32[workers, devices, ...]; all devices have the same flags.
-      to_devices = jax.vmap(lambda rows, flags: [rows, *flags], (1, None))
-      received.append(to_devices(rows, flags))
+    for eqn, array in zip(eqns, sent):  # f32[devices, ...]
+      programs = Programs(eqn.params['size'])
+      met = meet(array, programs)
+      received.append(to_devices(*met))
     return received
 
   parts = PartedStep(ClosedJaxpr(body, []), mapped)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import flatten_util
+from jax import Array, flatten_util, lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
@@ -38,9 +38,9 @@ Axis = str | Programs
 class Met(NamedTuple):
   """The messages of all workers that are programs."""
 
-  rows: jax.Array  # [workers, *x.shape], zeros of those that are absent
-  present: jax.Array  # bool [workers]
-  included: jax.Array  # bool [], whether this worker is present
+  rows: Array  # [workers, *x.shape], zeros of those that are absent
+  present: Array  # bool [workers]
+  included: Array  # bool [], whether this worker is present
 
 
 # Where a step of programs is cut, to exchange messages: see `remote.split`.
@@ -62,7 +62,7 @@ def _(
   ]
 
 
-def meet(x: jax.Array, programs: Programs) -> Met:
+def meet(x: Array, programs: Programs) -> Met:
   """Returns `x` of all workers that are programs."""
   return Met(*meet_p.bind(x, size=programs.size))
 
@@ -73,12 +73,13 @@ class Group:
 
   axis: Axis  # name of the worker axis
   size: int  # number of workers
-  # Names and sizes of the axes inside a worker, the first one outermost.
-  inner: tuple[tuple[str, int], ...] = ()
+  # Names of the axes inside a worker that have several devices. Over one device
+  # a collective would be one more for nothing.
+  inner: tuple[str, ...] = ()
 
   def send_and_receive(
-    self, message: Mapping[str, jax.Array]
-  ) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    self, message: Mapping[str, Array]
+  ) -> tuple[dict[str, Array], Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
     By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
@@ -86,7 +87,7 @@ class Group:
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
     `[]`, whether the message reaches the others, if it may not.
     """
-    received: dict[str, jax.Array] = {}
+    received = {}
     included = None
     for name, array in message.items():
       if isinstance(self.axis, Programs):
@@ -98,63 +99,57 @@ class Group:
         received[name] = gather(array, self.axis)
       elif name == TO_OWNERS:
         array = vary(array, self.axis)
-        received[name] = jax.lax.all_to_all(array, self.axis, 0, 0, tiled=True)
+        received[name] = lax.all_to_all(array, self.axis, 0, 0, tiled=True)
       else:
-        received[name] = jax.lax.psum(vary(array, self.axis), self.axis)
+        received[name] = lax.psum(vary(array, self.axis), self.axis)
     return received, included
 
-  def all_devices(self, ok: jax.Array) -> jax.Array:
+  def all_devices(self, ok: Array) -> Array:
     """Returns whether `ok` holds on all devices in this worker."""
-    return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
+    least = self.over_devices(lax.pmin, ok.astype(jnp.int32))
+    return least == 1
 
-  def over_devices(
-    self, reduce: Callable[..., jax.Array], array: jax.Array
-  ) -> jax.Array:
+  def over_devices(self, reduce: Callable[..., Array], array: Array) -> Array:
     """Returns a sum or minimum over the devices in this worker."""
-    # Not over an axis that nothing is spread over: it would be a collective.
-    names = tuple(dict(self.inner))
-    return reduce(vary(array, *names), names) if names else array
-
-  def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
-    """Returns this device's number along some axes inside its worker."""
-    index: jax.Array | int = 0
-    for axis_name, size in self.inner:
-      if axis_name in axes:
-        index = index * size + jax.lax.axis_index(axis_name)
-    return index
-
-  def join_devices(
-    self,
-    array: jax.Array,
-    axes: tuple[str, ...],
-  ) -> jax.Array:
-    """Concatenates what devices have along some axes inside this worker.
-
-    From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
-    """
-    for axis_name in reversed(dict(self.inner)):
-      if axis_name in axes:
-        # From [devices, rows, ...] along one axis.
-        array = jax.lax.collapse(gather(array, axis_name), 0, 2)
-    return array
+    if not self.inner:
+      return array
+    return reduce(vary(array, *self.inner), self.inner)
 
 
-def gather(x: jax.Array, axis: Axis) -> jax.Array:
+def join_devices(
+  array: Array,
+  axes: tuple[str, ...],
+) -> Array:
+  """Concatenates what devices have along some axes inside a worker.
+
+  From `[rows, ...]` to `[devices * rows, ...]`, as `jax.lax.axis_index(axes)`
+  counts the devices.
+  """
+  for axis_name in reversed(axes):
+    of_devices = gather(array, axis_name)  # [devices, rows, ...]
+    array = lax.collapse(of_devices, 0, 2)
+  return array
+
+
+def gather(
+  x: Array,
+  axis: Axis,
+) -> Array:
   """Gathers `x` along an axis: `[size, *x.shape]`, the same everywhere."""
   if isinstance(axis, Programs):
     return meet(x, axis).rows
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.explicit_axes:
-    everyone = functools.partial(gather, axis=axis)
-    return without_types(everyone, x, num_new_axes=1)
+    gather_auto = functools.partial(gather, axis=axis)
+    return without_types(gather_auto, x, num_new_axes=1)
   if varies(x, axis):  # typed as replicated, where that is tracked
-    return jax.lax.all_gather(x, axis, to='invarying')
-  rows = jax.lax.all_gather(x, axis)
+    return lax.all_gather(x, axis, to='invarying')
+  rows = lax.all_gather(x, axis)
   if mesh.auto_axes:
     # Under vmap rows may be spread over the mesh. They move in one collective,
     # and not in one for each row that is read.
     whole = P(None, *[P.UNCONSTRAINED] * x.ndim)
-    rows = jax.lax.with_sharding_constraint(rows, whole)
+    rows = lax.with_sharding_constraint(rows, whole)
   return rows
 
 
@@ -163,62 +158,62 @@ ORDERED_BYTES = 1 << 16
 
 
 def sums(
-  xs: Sequence[jax.Array],
+  xs: Sequence[Array],
   axis: Axis,
-) -> list[jax.Array]:
+) -> list[Array]:
   """Sums each array along an axis, halves in float32.
 
   Real arrays up to `ORDERED_BYTES` are gathered, together, and added from left
   to right: the sums have the same bits in every map. Programs, which have no
   all-reduce, add all arrays so.
   """
-  summed: dict[int, jax.Array] = {}
-  together: dict[object, dict[int, jax.Array]] = {}  # by type
+  summed = {}
+  together: dict[object, dict[int, Array]] = {}  # by type
   for number, array in enumerate(xs):
-    wide = vary(array.astype(_widened(array.dtype)), axis)
-    if isinstance(axis, Programs) or _is_ordered(wide):
+    wide = _widened(array, axis)
+    is_small = wide.size * wide.dtype.itemsize <= ORDERED_BYTES
+    is_real = jnp.issubdtype(wide.dtype, jnp.floating)
+    if isinstance(axis, Programs) or (is_small and is_real):
       array_type = wide.dtype, jax.typeof(wide).mat.varying
       together.setdefault(array_type, {})[number] = wide
     else:
-      summed[number] = jax.lax.psum(wide, axis)
+      summed[number] = lax.psum(wide, axis)
   for arrays in together.values():
     joined, parts_of = flatten_util.ravel_pytree(arrays)
     rows = gather(joined, axis)  # [workers, elements]
-    summed |= parts_of(_in_order(rows))
+    total_row = _in_order(rows)
+    summed |= parts_of(total_row)
   return [summed[number].astype(array.dtype) for number, array in enumerate(xs)]
 
 
-def _is_ordered(x: jax.Array) -> bool:
-  """Returns whether such arrays are added from left to right."""
-  is_small = x.size * x.dtype.itemsize <= ORDERED_BYTES
-  return is_small and bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _in_order(rows: jax.Array) -> jax.Array:
+def _in_order(rows: Array) -> Array:
   """Returns the sum over the first axis, from left to right."""
   # A program without a loop for few workers, of one size for many.
   if len(rows) <= 16:
     return functools.reduce(jnp.add, list(rows))
 
   def add(
-    row: jax.Array,
-    added: jax.Array,
-  ) -> jax.Array:
+    row: Array,
+    added: Array,
+  ) -> Array:
     return added + rows[row]
 
-  return jax.lax.fori_loop(1, len(rows), add, rows[0])
+  return lax.fori_loop(1, len(rows), add, rows[0])
 
 
-def total(x: jax.Array, axis: Axis) -> jax.Array:
+def total(
+  x: Array,
+  axis: Axis,
+) -> Array:
   """Returns the sum over workers; see `sums`."""
   return without_types(lambda x: sums([x], axis)[0], x)
 
 
 def mean_finite(
-  x: jax.Array,
+  x: Array,
   axis: Axis,
-  otherwise: jax.Array | None = None,
-) -> jax.Array:
+  otherwise: Array | None = None,
+) -> Array:
   """Returns the mean over the workers that are there and have a finite `x`.
 
   `x` are real or complex numbers. Without such a worker it is `otherwise`, by
@@ -226,20 +221,22 @@ def mean_finite(
   added by all-reduces, which XLA joins: their order is its own.
   """
 
-  def mean_of(x: jax.Array) -> jax.Array:
-    wide = vary(x.astype(_widened(x.dtype)), axis)
+  def mean_of(x: Array) -> Array:
+    wide = _widened(x, axis)
     is_finite = jnp.isfinite(wide).all()
     wide = jnp.where(is_finite, wide, jnp.zeros_like(wide))
     # An absent worker has zeros in both.
-    parts = [wide, is_finite.astype(jnp.finfo(wide.dtype).dtype)]
+    real = jnp.finfo(wide.dtype).dtype
+    parts = [wide, is_finite.astype(real)]
     is_spread = jax.sharding.get_abstract_mesh().auto_axes
     is_scalar = not x.ndim and otherwise is None
     if is_spread and is_scalar and not isinstance(axis, Programs):
-      added, number = jax.lax.psum(parts, axis)
+      added, number = lax.psum(parts, axis)
     else:
       added, number = sums(parts, axis)
     inverse = rounding.share(1, number, number.dtype)
-    mean = (added * inverse.astype(added.dtype)).astype(x.dtype)
+    mean = added * inverse.astype(added.dtype)
+    mean = mean.astype(x.dtype)
     return jnp.where(number > 0, mean, jnp.full_like(mean, jnp.nan))
 
   mean = without_types(mean_of, x)
@@ -249,7 +246,7 @@ def mean_finite(
   return jnp.where(jnp.isfinite(mean), mean, otherwise)
 
 
-def first(x: jax.Array, axis: Axis) -> jax.Array:
+def first(x: Array, axis: Axis) -> Array:
   """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return everyones(x, axis)[0]
@@ -258,9 +255,9 @@ def first(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def everyones(
-  x: jax.Array,
+  x: Array,
   axis: Axis,
-) -> jax.Array:
+) -> Array:
   """Returns all workers' `x`, `[workers, *x.shape]`, for any reduction.
 
   An absent worker has what the first one has that is present.
@@ -270,7 +267,9 @@ def everyones(
   rows, present, _ = meet(x, axis)
   # Zeros would count in a minimum or a product.
   of_first = rows[jnp.argmax(present)]
-  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, of_first)
+  ones = [1] * x.ndim
+  present = present.reshape(-1, *ones)  # as rows
+  return jnp.where(present, rows, of_first)
 
 
 def without_types(
@@ -287,20 +286,27 @@ def without_types(
   if not explicit:
     return fun(arrays)
 
-  def spec_of(x: jax.Array) -> P:  # inside a worker it stays sharded as it is
-    return P(*[None] * num_new_axes, *jax.typeof(x).sharding.spec)
+  def spec_of(x: Array) -> P:  # inside a worker it stays sharded as it is
+    new_axes = [None] * num_new_axes
+    return P(*new_axes, *jax.typeof(x).sharding.spec)
 
   specs = jax.tree.map(spec_of, arrays)
-  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=specs)(arrays)
+  untyped = jax.sharding.auto_axes(fun, axes=explicit, out_sharding=specs)
+  return untyped(arrays)
 
 
-def _widened(dtype: jnp.dtype) -> jnp.dtype:
-  """Returns the dtype that sums are computed in: float32 for halves."""
-  is_half = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_half else dtype
+def _widened(
+  x: Array,
+  axis: Axis,
+) -> Array:
+  """Returns `x` as sums take it: halves in float32, varying over an axis."""
+  is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+  if is_inexact and x.dtype.itemsize < 4:
+    x = x.astype(jnp.float32)
+  return vary(x, axis)
 
 
-def varies(x: jax.Array, axis: Axis) -> bool:
+def varies(x: Array, axis: Axis) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
   return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
@@ -308,14 +314,14 @@ def varies(x: jax.Array, axis: Axis) -> bool:
 def is_tracked(axis: Axis) -> bool:
   """Returns whether we are in a shard_map that tracks what varies."""
   try:
-    return varies(jax.lax.axis_index(axis), axis)
+    return varies(lax.axis_index(axis), axis)
   except NameError:  # not mapped, or of programs
     return False
 
 
-def vary(x: jax.Array, *axes: Axis) -> jax.Array:
+def vary(x: Array, *axes: Axis) -> Array:
   """Marks an array as varying over axes, where that is tracked."""
-  missing = tuple(
-    axis for axis in axes if is_tracked(axis) and not varies(x, axis)
-  )
-  return jax.lax.pcast(x, missing, to='varying') if missing else x
+  for axis in axes:
+    if is_tracked(axis) and not varies(x, axis):
+      x = lax.pcast(x, axis, to='varying')
+  return x

@@ -93,7 +93,7 @@ def _simulate(
   What is sharded gets an axis for the devices, before the axis for the block.
   """
   axis_sizes = {workers.axis_name: workers.count}
-  axis_sizes |= workers.param_specs.axis_sizes
+  axis_sizes.update(workers.param_specs.axis_sizes)
   axis_names = [*axis_sizes]
 
   def axis_of(

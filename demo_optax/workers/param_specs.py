@@ -89,12 +89,12 @@ class ParamSpecs:
   @property
   def axes(self) -> tuple[str, ...]:
     """The names in `axis_sizes`."""
-    return tuple(dict(self.axis_sizes))
+    return tuple(name for name, _ in self.axis_sizes)
 
   @property
   def devices(self) -> int:
     """How many devices a worker has."""
-    return math.prod(dict(self.axis_sizes).values())
+    return math.prod(size for _, size in self.axis_sizes)
 
   @property
   def bucket_spec(self) -> P:

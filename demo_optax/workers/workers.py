@@ -281,7 +281,7 @@ class Workers:
   @property
   def group(self) -> Group:
     """The workers as one worker's function sees them."""
-    return Group(self.axis, self.count, self.param_specs.axis_sizes)
+    return Group(self.axis, self.count, self.param_specs.axes)
 
   @property
   def bucket_spec(self) -> Spec:

@@ -101,6 +101,27 @@ def test_signs_are_those_of_an_all_gather():
   assert np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
 
 
+def test_metrics_of_formats_that_alternate():
+  """Owners write the first and the last bucket together: both have one n."""
+  shapes = {'early': (16, 16), 'few': (7,), 'last': (16, 16)}
+  codes = {
+    'early': demo_optax.dct_topk(8, 3),
+    'few': demo_optax.dct_topk(8, 64),
+    'last': demo_optax.dct_topk(8, 9),
+  }
+  params, workers = random_tree(99, shapes), demo_optax.Workers.simulated(4)
+  gradients = [random_tree(0, shapes, lead=(4,))]
+
+  def metrics(exchange):
+    tx = owners(workers, 'float32', codes, exchange)
+    _, state = updates_of(tx, params, gradients)
+    return demo_optax.exchange_info(state)
+
+  found = metrics('all_to_all')
+  for name, metric in metrics('all_gather').items():
+    np.testing.assert_allclose(found[name], metric, rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
   'shape, values', [((4, 1), 'ternary'), ((2, 4), 'int4')]

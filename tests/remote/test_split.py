@@ -49,7 +49,7 @@ class Everyone:
 
   def read(self, eqns, sent):
     """What was sent before, in the same order, by one that sends nothing."""
-    assert sent is None
+    assert not sent
     return self.met.pop(0)
 
 

@@ -44,10 +44,10 @@ def packer_of(leaves):
 def write(packer, selections):
   """The message of a worker that is present."""
   selected = [
-    Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
+    Selected(None if b.format.k == b.format.n else i, v)
     for b, (i, v) in zip(packer.buckets, selections)
   ]
-  message, _ = packer.pack(selected, jnp.ones(()), jnp.asarray(True))
+  message, _ = packer.pack(selected, {}, jnp.ones(()), jnp.asarray(True))
   return message[GATHERED].reshape(-1)
 
 
@@ -61,7 +61,7 @@ def read(packer, data):
       else jnp.broadcast_to(jnp.arange(x.values.shape[-1]), x.values.shape),
       x.values,
     )
-    for x in received
+    for x in received.values()
   ]
   return found, received[0].valid
 
