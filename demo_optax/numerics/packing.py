@@ -96,7 +96,7 @@ def places_of_ones(
   rows, size = ones.shape
   num_words = -(-size // _WORD)
   padded = plain.pad_to(ones, num_words * _WORD)
-  bits = padded.reshape(rows, num_words, _WORD)
+  bits = padded.reshape(rows, num_words, _WORD)  # [rows, words, bits]
   shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   shifted = bits.astype(jnp.uint32) << shifts
   words = jnp.sum(shifted, axis=2, dtype=jnp.uint32)  # [rows, words]
@@ -116,7 +116,7 @@ def places_of_ones(
 
 
 def take(x: Array, places: Array) -> Array:
-  """Returns `x[row, places[..., row, j]]`, for int32 `[..., rows, k]`.
+  """Returns `x[row, places[..., row, j]]`, for `places [..., rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.
   """
