@@ -54,11 +54,15 @@ class ChunkFormat:
     """
     dtype = self.dtype if self.values == 'float32' else 'float32'
     exponent = jnp.finfo(dtype).maxexp - 1
-    return 2.0 ** (exponent - (self.n - 1).bit_length())
+    rounded_up = (self.n - 1).bit_length()  # of n, as a power of two
+    return 2.0 ** (exponent - rounded_up)
 
   def num_bytes(self, chunks: int) -> int:
     """Returns the bytes of this many chunks among others, without padding."""
-    return sum(math.ceil(chunks * code.bits / 8) for code in self._codes)
+    num_bytes = 0
+    for code in self._codes:
+      num_bytes += math.ceil(chunks * code.bits / 8)
+    return num_bytes
 
   def words(self, chunks: int) -> int:
     """Returns the words that this many chunks take in a message."""
@@ -76,9 +80,12 @@ class ChunkFormat:
     """
     # Half of what is accepted, for rounding; the rest stays in momentum.
     most = self.max_magnitude / 2
-    data, sent = self.value_code.encode(jnp.clip(values, -most, most))
-    if indices is not None and (code := self.index_code):
-      data = jnp.concatenate([data, code.encode(indices)], axis=-1)
+    clipped = jnp.clip(values, -most, most)
+    data, sent = self.value_code.encode(clipped)
+    code = self.index_code
+    if code is not None and indices is not None:
+      places = code.encode(indices)
+      data = jnp.concatenate([data, places], axis=-1)
     return data, sent
 
   def decode(
@@ -91,17 +98,21 @@ class ChunkFormat:
     bool `[workers]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
-    split = self.value_code.words(chunks)
-    values = self.value_code.decode(data[..., :split], chunks)
+    end = self.value_code.words(chunks)
+    values = self.value_code.decode(data[:, :end], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
-    if (code := self.index_code) is None:
-      return None, values, jnp.all(good, axis=(-2, -1))
-    indices = code.decode(data[..., split:], chunks)
-    edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-    good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
+    code = self.index_code
+    if code is None:
+      return None, values, jnp.all(good, axis=(1, 2))
+    indices = code.decode(data[:, end:], chunks)
+    # Each index beside the one before it, the first beside -1.
+    edge = (0, 0), (0, 0), (1, 0)
+    previous = jnp.pad(indices[..., :-1], edge, constant_values=-1)
+    good &= indices > previous
     good &= indices < self.n
-    valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
+    valid = jnp.all(good, axis=(1, 2))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return jnp.where(valid[..., None, None], indices, first), values, valid
+    indices = jnp.where(valid[:, None, None], indices, first)
+    return indices, values, valid

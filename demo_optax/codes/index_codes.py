@@ -9,9 +9,8 @@ words; `format.ChunkFormat.decode` checks the order and range of the indices.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from demo_optax.codes.parts import Code, Parts
 from demo_optax.numerics import packing
@@ -39,15 +38,16 @@ class IndexCode(Code):
   @property
   def name(self) -> str:
     """What tables call it."""
-    ends = {0: 'bitmap', index_width(self.n): 'fixed'}
-    return ends.get(self.low, 'elias-fano')
+    if self.low == 0:
+      return 'bitmap'
+    return 'elias-fano' if self._rest_bits else 'fixed'
 
   @property
   def _rest_bits(self) -> int:
     if self.low == 0:
       return self.n
-    buckets = -(-self.n >> self.low)
-    return self.k + buckets - 1 if buckets > 1 else 0
+    zeros = self.n - 1 >> self.low  # one after each but the last bucket
+    return self.k + zeros if zeros else 0
 
   @property
   def parts(self) -> Parts:
@@ -55,6 +55,7 @@ class IndexCode(Code):
     return tuple(part for part in both if all(part))
 
   def encode(self, indices: Array) -> Array:
+    """Writes ascending indices `[..., chunks, k]`, as uint32 `[..., words]`."""
     numbers = []
     if self.low:
       numbers.append(indices & (2**self.low - 1))
@@ -74,10 +75,14 @@ class IndexCode(Code):
     lows = numbers[0].astype(jnp.int32)  # [..., chunks, k]
     if not self._rest_bits:
       return lows
-    places = _places_of(numbers[-1], self.k)
+    ones = numbers[-1]  # [..., chunks, size]
+    rows = ones.reshape(-1, self._rest_bits)
+    places = packing.places_of_ones(rows == 1, self.k)
+    places = places.reshape(*ones.shape[:-1], self.k)
     if not self.low:
       return places
-    return (places - order_of(places) << self.low) | lows
+    rest = places - order_of(places)
+    return (rest << self.low) | lows
 
 
 @functools.cache
@@ -93,10 +98,8 @@ def cheapest(n: int, k: int) -> IndexCode:
   width = index_width(n)
   # Of equals the first: the simpler code, then the shorter unary part.
   lows = width, 0, *range(width - 1, 0, -1)
-  return min(
-    (IndexCode(n, k, low) for low in lows),
-    key=lambda code: code.bits,
-  )
+  codes = [IndexCode(n, k, low) for low in lows]
+  return min(codes, key=lambda code: code.bits)
 
 
 def index_width(n: int) -> int:
@@ -107,14 +110,14 @@ def index_width(n: int) -> int:
 def order_of(indices: Array) -> Array:
   """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
   order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
-  return jax.lax.broadcast_to_rank(order, indices.ndim)
+  return lax.broadcast_to_rank(order, indices.ndim)
 
 
 def _ones_at(places: Array, size: int) -> Array:
   """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
-  rows = places.reshape(-1, places.shape[-1])
-  # [rows, size]; each place is written once, so in any order.
+  rows = places.reshape(-1, places.shape[-1])  # [rows, k]
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
+  # Each place is written once, so in any order.
   ones = zeros.at[packing.row_numbers(rows), rows].set(
     1,
     unique_indices=True,
@@ -123,10 +126,3 @@ def _ones_at(places: Array, size: int) -> Array:
     wrap_negative_indices=False,
   )
   return ones.reshape(*places.shape[:-1], size)
-
-
-def _places_of(ones: Array, k: int) -> Array:
-  """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
-  rows = ones.reshape(-1, ones.shape[-1])
-  places = packing.places_of_ones(rows == 1, k)
-  return places.reshape(*ones.shape[:-1], k)

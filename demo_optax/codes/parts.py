@@ -1,8 +1,5 @@
 """The base for all codes: numbers as words with 32 bits."""
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,7 +9,6 @@ from demo_optax.numerics import packing
 Parts = tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class Code:
   """Writes what is sent from every chunk as a few parts.
 
@@ -26,42 +22,33 @@ class Code:
     raise NotImplementedError
 
   @property
-  def bits(self) -> float:
+  def bits(self) -> int:
     """Bits per chunk, without padding."""
     return sum(count * width for count, width in self.parts)
 
   def words(self, chunks: int) -> int:
     """Returns the words that this many chunks take."""
-    return sum(self._sizes(chunks))
-
-  def _sizes(self, chunks: int) -> list[int]:
-    """Words for each part."""
-    return [
-      packing.packed_words(chunks * count, width) for count, width in self.parts
-    ]
-
-  def encode(self, x: Array) -> Any:
-    """Writes what is sent, `[..., chunks, k]`, as uint32 `[..., words]`.
-
-    Value codes also return the values that receivers decode.
-    """
-    raise NotImplementedError
+    words = 0
+    for count, width in self.parts:
+      words += packing.packed_words(chunks * count, width)
+    return words
 
   def decode(
     self,
     data: Array,
     chunks: int,
   ) -> Array:
-    """Undoes `encode`, for arbitrary words."""
+    """Undoes `encode`, for arbitrary words: returns `[..., chunks, k]`."""
     raise NotImplementedError
 
   def pack(self, *numbers: Array) -> Array:
     """Packs `[..., chunks, count]` for each part; returns uint32 words."""
     packed = []
     for part, (_, width) in zip(numbers, self.parts):
-      row = as_row(part)
-      # XLA for GPUs would copy the words of all workers.
-      packed.append(row if width == 32 else packing.pack_bits(row, width))
+      words = as_row(part)
+      if width < 32:  # else XLA:GPU would copy the words of all workers
+        words = packing.pack_bits(words, width)
+      packed.append(words)
     return jnp.concatenate(packed, axis=-1)
 
   def unpack(
@@ -70,13 +57,15 @@ class Code:
     chunks: int,
   ) -> list[Array]:
     """Undoes `pack`; returns uint32 arrays."""
-    numbers, first = [], 0
-    for (count, width), size in zip(self.parts, self._sizes(chunks)):
-      part = data[..., first : first + size]
+    numbers = []
+    start = 0
+    for count, width in self.parts:
+      end = start + packing.packed_words(chunks * count, width)
+      part = data[..., start:end]
       if width < 32:
         part = packing.unpack_bits(part, chunks * count, width)
       numbers.append(part.reshape(*data.shape[:-1], chunks, count))
-      first += size
+      start = end
     return numbers
 
 

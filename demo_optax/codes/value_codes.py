@@ -23,7 +23,7 @@ A bfloat16 is made by `reduce_precision`: compilers may drop conversions.
 """
 
 import dataclasses
-from collections.abc import Callable
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,7 @@ from jax import Array, lax
 from demo_optax.codes.parts import Code, Parts, as_row
 from demo_optax.numerics import plain
 
-_TINY = np.finfo(np.float32).tiny
+_TINY = float(np.finfo(np.float32).tiny)
 _PER_WORD = 20  # ternary digits
 _POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[:, None]
 
@@ -44,56 +44,63 @@ class ValueCode(Code):
   dtype: str  # of the momentum
   k: int  # values of a chunk
 
+  def encode(self, values: Array) -> tuple[Array, Array]:
+    """Writes values `[..., chunks, k]`, as uint32 `[..., words]`.
+
+    Also returns the values that receivers decode.
+    """
+    raise NotImplementedError
+
 
 class Exact(ValueCode):
   """Values as they are; float64 as halves, the low ones first."""
 
   @property
   def parts(self) -> Parts:
-    return ((self.k, 32),) * (jnp.dtype(self.dtype).itemsize // 4)
+    halves = jnp.dtype(self.dtype).itemsize // 4
+    return ((self.k, 32),) * halves
 
   def encode(self, values: Array) -> tuple[Array, Array]:
     words = lax.bitcast_convert_type(values, jnp.uint32)
-    words = words.reshape(*values.shape, -1)  # [..., k, words of a value]
-    return self.pack(*jnp.moveaxis(words, -1, 0)), values
+    words = words.reshape(*values.shape, -1)  # [..., k, halves]
+    halves = jnp.moveaxis(words, -1, 0)
+    return self.pack(*halves), values
 
   def decode(
     self,
     data: Array,
     chunks: int,
   ) -> Array:
-    # [..., k, words of a value]
-    words = jnp.stack(self.unpack(data, chunks), axis=-1)
-    values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
+    halves = self.unpack(data, chunks)
+    words = jnp.stack(halves, axis=-1)  # [..., k, halves]
+    values = lax.bitcast_convert_type(words, self.dtype)
     return values.reshape(words.shape[:-1])
 
 
-@dataclasses.dataclass(frozen=True)
 class Scaled(ValueCode):
   """Levels with a few bits each, times a bfloat16 scale per chunk.
 
-  Levels are `-limit, -limit + spacing, ... limit`. `quantise` takes values and
-  the limit. It returns levels, and scales `[..., chunks, 1]`: float32
-  values that bfloat16 represents.
+  Levels are `-limit, -limit + spacing, ... limit`.
   """
 
-  width: int  # bits of a level
-  limit: int
-  spacing: int
-  quantise: Callable[[Array, int], tuple[Array, Array]]
+  width: ClassVar[int]  # bits of a level
+  limit: ClassVar[int]
+  spacing: ClassVar[int] = 1
 
   @property
   def parts(self) -> Parts:
     return (self.k, self.width), (1, 16)
 
   def encode(self, values: Array) -> tuple[Array, Array]:
-    levels, scales = self.quantise(_without_subnormals(values), self.limit)
+    levels, scales = self._quantise(_without_subnormals(values))
     levels = levels.astype(jnp.int32)  # no -0
-    numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
+    from_zero = (levels + self.limit).astype(jnp.uint32)
+    numbers = from_zero // self.spacing
     # The upper halves of float32 are bfloat16.
     halves = lax.bitcast_convert_type(scales, jnp.uint32) >> 16
     data = self.pack(numbers, halves)
-    return data, levels.astype(values.dtype) * scales.astype(values.dtype)
+    sent = levels.astype(values.dtype) * scales.astype(values.dtype)
+    return data, sent
 
   def decode(
     self,
@@ -102,10 +109,51 @@ class Scaled(ValueCode):
   ) -> Array:
     # [..., chunks, k] and [..., chunks, 1]
     numbers, halves = self.unpack(data, chunks)
-    levels = numbers.astype(jnp.int32) * self.spacing - self.limit
+    from_zero = numbers.astype(jnp.int32) * self.spacing
+    levels = from_zero - self.limit
     scales = lax.bitcast_convert_type(halves << 16, jnp.float32)
     scales = _without_subnormals(scales)
     return levels.astype(self.dtype) * scales.astype(self.dtype)
+
+  def _quantise(self, values: Array) -> tuple[Array, Array]:
+    """Returns levels, and scales `[..., chunks, 1]`: bfloat16s as float32.
+
+    The largest magnitude becomes `limit`.
+    """
+    limit = self.limit
+    largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
+    scales = _round(largest.astype(jnp.float32) * np.float32(1 / limit))
+    inverse = jnp.where(scales > 0, 1 / scales, 0)
+    levels = jnp.round(values * inverse.astype(values.dtype))
+    # The scale may have been rounded down.
+    levels = jnp.clip(levels, -limit, limit)
+    return levels, scales
+
+
+class Int8(Scaled):
+  """Integers with 8 bits."""
+
+  width = 8
+  limit = 127
+
+
+class Int4(Scaled):
+  """Integers with 4 bits."""
+
+  width = 4
+  limit = 7
+
+
+class Sign(Scaled):
+  """Signs, times the mean magnitude, the least-squares scale."""
+
+  width = 1
+  limit = 1
+  spacing = 2
+
+  def _quantise(self, values: Array) -> tuple[Array, Array]:
+    signs = jnp.where(values >= 0, jnp.ones_like(values), -1)
+    return signs, _round(_mean_magnitude(values))
 
 
 class Ternary(ValueCode):
@@ -114,19 +162,18 @@ class Ternary(ValueCode):
   They are digits to base three, in planes as in `pack_bits`.
   """
 
-  @property
-  def bits(self) -> float:
-    return 32 * self.k / _PER_WORD
-
   def words(self, chunks: int) -> int:
     return -(-chunks * self.k // _PER_WORD)
 
   def encode(self, values: Array) -> tuple[Array, Array]:
     *lead, chunks, _ = values.shape
     size = self.words(chunks)
-    signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
+    above = (values > 0).astype(jnp.int8)
+    below = (values < 0).astype(jnp.int8)
+    signs = above - below
+    # [..., chunks * k, and padding]
     digits = plain.pad_to(as_row(signs + 1), size * _PER_WORD)
-    digits = digits.reshape(*lead, _PER_WORD, size)  # [..., 20, words]
+    digits = digits.reshape(*lead, _PER_WORD, size)
     powers = lax.broadcast_to_rank(_POWERS, digits.ndim)  # [..., 20, 1]
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
@@ -143,35 +190,16 @@ class Ternary(ValueCode):
     digits = words // powers % 3
     signs = digits.astype(self.dtype) - 1
     signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
-    return signs[..., : chunks * self.k].reshape(*lead, chunks, self.k)
-
-
-def _nearest_levels(
-  values: Array,
-  limit: int,
-) -> tuple[Array, Array]:
-  """Rounds values to levels; the largest magnitude becomes `limit`."""
-  largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)  # [..., 1]
-  scales = _round(largest.astype(jnp.float32) * np.float32(1 / limit))
-  inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
-  # The scale may have been rounded down.
-  return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
-
-
-def _signs(
-  values: Array,
-  limit: int,
-) -> tuple[Array, Array]:
-  """Returns the signs, and the mean magnitude, the least-squares scale."""
-  levels = jnp.where(values >= 0, jnp.full_like(values, limit), -limit)
-  return levels, _round(_mean_magnitude(values))
+    signs = signs[..., : chunks * self.k]
+    return signs.reshape(*lead, chunks, self.k)
 
 
 def _mean_magnitude(values: Array) -> Array:
   """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
-  sums = plain.pad_to(jnp.abs(values).astype(jnp.float32), width)
+  magnitudes = jnp.abs(values).astype(jnp.float32)
+  sums = plain.pad_to(magnitudes, width)
   # Neighbours at half of the width, then at a quarter: a tree of sums.
   while width > 1:
     width //= 2
@@ -193,18 +221,19 @@ def _without_subnormals(x: Array) -> Array:
 
   Some devices and threads flush them. A subnormal scale has no finite inverse.
   """
-  return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
+  is_subnormal = jnp.abs(x) < _TINY
+  return jnp.where(is_subnormal, 0, x)
 
 
-CODES: dict[str, Callable[[str, int], ValueCode]] = {
+CODES: dict[str, type[ValueCode]] = {
   'float32': Exact,
-  'int8': lambda dtype, k: Scaled(dtype, k, 8, 127, 1, _nearest_levels),
-  'int4': lambda dtype, k: Scaled(dtype, k, 4, 7, 1, _nearest_levels),
-  'sign': lambda dtype, k: Scaled(dtype, k, 1, 1, 2, _signs),
+  'int8': Int8,
+  'int4': Int4,
+  'sign': Sign,
   'ternary': Ternary,
 }
 
 # Codes of updates; those of them without error feedback; codes of coefficients.
-UPDATE_VALUES = 'float32', 'int8', 'int4', 'sign', 'ternary'
+UPDATE_VALUES = tuple(CODES)
 WITHOUT_RESIDUAL = 'float32', 'ternary'
 VALUES = UPDATE_VALUES[:-1]

@@ -28,7 +28,8 @@ class Dct(Basis):
 
   def matrix(self, length: int) -> np.ndarray:
     position = np.arange(length)
-    angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
+    frequency = position[:, None]
+    angle = np.pi * frequency * (2 * position + 1) / (2 * length)
     matrix = np.sqrt(2 / length) * np.cos(angle)
     matrix[0] = np.sqrt(1 / length)
     return matrix
@@ -71,13 +72,13 @@ class RandomOrthogonal(Basis):
   def matrix(self, length: int) -> np.ndarray:
     # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
     # machines must have the same bits.
-    shape = length, length
-    matrix = np.random.default_rng([self.seed, length]).normal(size=shape)
-    for row in range(length):
+    generator = np.random.default_rng([self.seed, length])
+    matrix = generator.normal(size=(length, length))
+    for number, row in enumerate(matrix):
       for _ in range(2):  # the second pass removes rounding errors
-        for other in matrix[:row]:
-          matrix[row] -= math.fsum(matrix[row] * other) * other
-      matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
+        for other in matrix[:number]:
+          row -= math.fsum(row * other) * other
+      row /= math.sqrt(math.fsum(row**2))
     return matrix
 
 

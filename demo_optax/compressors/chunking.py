@@ -27,6 +27,9 @@ from demo_optax.numerics import plain, platform, rounding
 # on the number of chunks, and so of workers. It is uniform from 96 rows on.
 _MIN_ROWS = 128
 
+# The first dimension of the rows, and that of the columns.
+Fold = tuple[int, int]
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkGrid:
@@ -47,7 +50,7 @@ class ChunkGrid:
   shape: tuple[int, ...]
   lengths: tuple[int, ...]
   whole: bool = False
-  fold: tuple[int, int] | None = None
+  fold: Fold | None = None
   period: int = 1
 
   @property
@@ -56,12 +59,9 @@ class ChunkGrid:
     if self.fold is None:
       return self.shape
     rows_from, cols_from = self.fold
-    shape = self.shape
-    return (
-      *shape[:rows_from],
-      math.prod(shape[rows_from:cols_from]),
-      math.prod(shape[cols_from:]),
-    )
+    rows = math.prod(self.shape[rows_from:cols_from])
+    cols = math.prod(self.shape[cols_from:])
+    return (*self.shape[:rows_from], rows, cols)
 
   @property
   def taken(self) -> tuple[int, ...]:
@@ -130,6 +130,11 @@ class ChunkGrid:
     return math.prod(self.counts)
 
   @property
+  def size(self) -> int:
+    """What a bucket counts: chunks, but elements of a whole array."""
+    return self.chunk_size if self.whole else self.num_chunks
+
+  @property
   def coefficients_shape(self) -> tuple[int, ...]:
     """Shape `[*counts, n]`: coefficients can be sharded as the array is."""
     return (*self.counts, self.chunk_size)
@@ -144,12 +149,10 @@ class ChunkGrid:
 def folds(
   ndim: int,
   batch_dims: int = 0,
-) -> list[tuple[int, int]]:
-  """Returns all folds; the last one leaves an array as it is."""
-  if ndim < 2:
-    return [(ndim - 2, ndim - 1)]
-  all_folds = []
-  for rows_from in range(min(batch_dims, ndim - 2), ndim - 1):
+) -> list[Fold | None]:
+  """Returns all folds, and None, which leaves an array as it is."""
+  all_folds: list[Fold | None] = [None]
+  for rows_from in range(batch_dims, ndim - 2):
     for cols_from in range(rows_from + 1, ndim):
       all_folds.append((rows_from, cols_from))
   return all_folds
@@ -183,7 +186,7 @@ def chunk_grid(
   chunk_size: int | tuple[int, int],
   *,
   padding: bool = True,
-  fold: tuple[int, int] | None = None,
+  fold: Fold | None = None,
   period: int = 1,
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two folded dimensions.
@@ -212,15 +215,17 @@ def to_chunks(
 
   With a period, takes the elements whose turn it is at a `step`.
   """
-  batch, rows, cols = grid.folded_counts
-  row_length, col_length = grid.sides
   array = array.reshape(grid.folded)  # [*batch, rows, cols], of elements
+  mode = 'constant'
   if grid.period > 1:
     array = _take_turns(array, grid, step)
-  if any(grid.ends):
     # Without a momentum nobody repairs a scale that zeros have made smaller.
-    mode = 'constant' if grid.period == 1 else 'edge'
-    array = jnp.pad(array, [(0, end) for end in grid.ends], mode)
+    mode = 'edge'
+  if any(grid.ends):
+    widths = [(0, end) for end in grid.ends]
+    array = jnp.pad(array, widths, mode)
+  batch, rows, cols = grid.folded_counts
+  row_length, col_length = grid.sides
   blocks = array.reshape(batch, rows, row_length, cols, col_length)
   # [batch, rows, cols, row_length, col_length]
   chunks = blocks.transpose(0, 1, 3, 2, 4)
@@ -255,12 +260,15 @@ def _take_turns(
   batch, rows, cols = grid.columns
   array = array.reshape(batch, rows, cols)
   if missing := -rows % grid.period:
-    array = jnp.pad(array, [(0, 0), (0, missing), (0, 0)], 'edge')
+    widths = [(0, 0), (0, missing), (0, 0)]
+    array = jnp.pad(array, widths, 'edge')
   array = array.reshape(batch, -1, grid.period, cols)
   # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
   # finite among the others makes NaN, which excludes the worker.
-  array = jnp.where(_turns(grid.period, cols, step), array, 0 * array)
-  return jnp.sum(array, axis=2).reshape(grid.taken)
+  own_turn = _turns(grid.period, cols, step)
+  array = jnp.where(own_turn, array, 0 * array)
+  taken = jnp.sum(array, axis=2)  # [batch, turns, cols]
+  return taken.reshape(grid.taken)
 
 
 def _put_turns(
@@ -271,8 +279,10 @@ def _put_turns(
   """Undoes `_take_turns`, with zeros elsewhere."""
   batch, rows, cols = grid.columns
   array = array.reshape(batch, -1, 1, cols)
-  array = jnp.where(_turns(grid.period, cols, step), array, 0)
-  return array.reshape(batch, -1, cols)[:, :rows]
+  own_turn = _turns(grid.period, cols, step)
+  array = jnp.where(own_turn, array, 0)  # [batch, turns, period, cols]
+  array = array.reshape(batch, -1, cols)
+  return array[:, :rows]
 
 
 def _turns(
@@ -282,8 +292,9 @@ def _turns(
 ) -> Array:
   """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
   row = np.arange(period, dtype=np.int32)[:, None]
-  col = np.arange(cols, dtype=np.int32)[None] % period
-  return jnp.asarray((row + step) % period == col)[None, None]
+  col = np.arange(cols, dtype=np.int32)[None]
+  turns = (row + step) % period == col % period
+  return jnp.asarray(turns)[None, None]
 
 
 # Transforming -----------------------------------------------------------------
@@ -303,7 +314,8 @@ def transform(
   if isinstance(basis, Identity):
     return x
   rows, cols = sides
-  return _multiply(x, _matrix(basis, cols).T, _matrix(basis, rows).T)
+  fast, slow = _matrix(basis, cols), _matrix(basis, rows)
+  return _multiply(x, fast.T, slow.T)
 
 
 def inverse(
@@ -315,7 +327,8 @@ def inverse(
   if isinstance(basis, Identity):
     return coefficients
   rows, cols = sides
-  return _multiply(coefficients, _matrix(basis, rows), _matrix(basis, cols))
+  fast, slow = _matrix(basis, rows), _matrix(basis, cols)
+  return _multiply(coefficients, fast, slow)
 
 
 def to_coefficients(

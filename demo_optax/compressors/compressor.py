@@ -8,7 +8,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -36,14 +36,6 @@ class LeafChunks:
   def num_bytes(self) -> int:
     """Bytes that the leaf takes in a message."""
     return self.format.num_bytes(self.grid.num_chunks)
-
-
-class _Candidate(NamedTuple):
-  """The chunks after one fold; `rank` orders similar costs."""
-
-  cost: int
-  rank: tuple[bool, int, float, int]
-  chunks: LeafChunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +91,8 @@ class Compressor:
     full_k = self.select
     if isinstance(full_k, selectors.TopK):
       full_k = dataclasses.replace(full_k, per=None)
-    candidates: list[_Candidate] = []
-    for rows_from, cols_from in chunking.folds(len(shape), self.batch_dims):
-      fold = None if rows_from == len(shape) - 2 else (rows_from, cols_from)
+    costs: dict[ChunkGrid, int] = {}
+    for fold in chunking.folds(len(shape), self.batch_dims):
       grid = chunking.chunk_grid(
         shape,
         self.chunk_size,
@@ -109,18 +100,14 @@ class Compressor:
         fold=fold,
         period=self.period,
       )
-      rows, cols = (1, 1, *grid.folded)[-2:]
-      ratio = max(rows, cols) / min(rows, cols)
-      cost = self._smallest(grid, dtype, full_k).num_bytes
-      rank = fold is not None, -rows_from, ratio, cols_from
-      chunks = self._smallest(grid, dtype, self.select)
-      candidates.append(_Candidate(cost, rank, chunks))
-    most = 1.05 * min(each.cost for each in candidates)
-    cheap = [each for each in candidates if each.cost <= most]
-    best = min(cheap, key=lambda each: each.rank).chunks
-    for side in best.grid.sides:
-      best.basis.check(side)
-    return best
+      costs[grid] = self._smallest(grid, dtype, full_k).num_bytes
+    most = 1.05 * min(costs.values())
+    cheap = [grid for grid, cost in costs.items() if cost <= most]
+    best = min(cheap, key=_rank)
+    chunks = self._smallest(best, dtype, self.select)
+    for side in chunks.grid.sides:
+      chunks.basis.check(side)
+    return chunks
 
   def _smallest(
     self,
@@ -147,6 +134,14 @@ class Compressor:
     dense_format = dataclasses.replace(sparse_format, n=size, k=size)
     dense = LeafChunks(grid, dense_format, basis)
     return sparse if sparse.num_bytes < dense.num_bytes else dense
+
+
+def _rank(grid: ChunkGrid) -> tuple[bool, int, float, int]:
+  """Orders grids with similar costs, the best first."""
+  rows_from, cols_from = grid.fold or (0, 0)
+  rows, cols = (1, 1, *grid.folded)[-2:]
+  ratio = max(rows, cols) / min(rows, cols)
+  return grid.fold is not None, -rows_from, ratio, cols_from
 
 
 # A compressor, a prefix tree of them, or a function from the parameters to such

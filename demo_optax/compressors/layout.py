@@ -61,7 +61,7 @@ class Bucket:
   select: Selector
   basis: Basis
   format: ChunkFormat
-  sides: tuple[int, int]  # rows and columns of a chunk
+  sides: tuple[int, int]  # rows and columns of a chunk; (1, 1), if dense
   dense: bool
   split_axes: tuple[str, ...]
   num_devices: int
@@ -139,7 +139,8 @@ class Bucket:
     if jnp.issubdtype(x.dtype, jnp.integer):
       row = jnp.arange(k, dtype=x.dtype)
     row = lax.broadcast_to_rank(row, x.ndim)
-    filling = jnp.broadcast_to(row, (*lead, rows - chunks, k))
+    missing = rows - chunks
+    filling = jnp.broadcast_to(row, (*lead, missing, k))
     return jnp.concatenate([x, filling], axis=-2)
 
 
@@ -173,14 +174,6 @@ class Leaf:
     return self.chunks.grid
 
   @property
-  def size(self) -> int:
-    """Chunks of one shard; elements, if dense."""
-    assert self.chunks is not None
-    if self.grid.whole:
-      return self.grid.chunk_size
-    return self.grid.num_chunks
-
-  @property
   def record(self) -> Record:
     """Describes the leaf and its chunks in JSON.
 
@@ -193,7 +186,7 @@ class Leaf:
       'compressor': str(self.compressor),
     }
     if self.chunks is not None:
-      grid, basis = self.chunks.grid, self.chunks.basis
+      grid = self.grid
       blocks = list(self.sharding.blocks)
       for dim, padding in zip(grid.leading, grid.ends):
         if not padding and not grid.whole and grid.period == 1:
@@ -205,7 +198,8 @@ class Leaf:
         'blocks': blocks,
       }
       if not grid.whole:
-        record |= {'basis': [type(basis).__name__, vars(basis)]}
+        basis = self.chunks.basis
+        record['basis'] = [type(basis).__name__, vars(basis)]
     return json.loads(json.dumps(record, default=str))
 
 
@@ -229,7 +223,7 @@ class Layout:
   # Not hashed, since a step hashes its layout at each call.
   leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
   buckets: tuple[Bucket, ...] = dataclasses.field(hash=False)
-  axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
+  axis_sizes: tuple[tuple[str, int], ...]  # inside a worker, in mesh order
 
   def __repr__(self) -> str:
     # Errors of JAX about trees print it.
@@ -240,9 +234,8 @@ class Layout:
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
     """Leaves in buckets, by number."""
-    return tuple(
-      member for member, leaf in enumerate(self.leaves) if leaf.bucket >= 0
-    )
+    leaves = enumerate(self.leaves)
+    return tuple(member for member, leaf in leaves if leaf.bucket >= 0)
 
   @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
@@ -305,9 +298,9 @@ class Layout:
     for member in self.members(number):
       parts.append(chunks[member].reshape(-1, *bucket.unit))
     length = rows * bucket.format.n // math.prod(bucket.unit)
-    missing = length - sum(map(len, parts))
-    padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
     if length == len(parts[0]) or platform.concatenates(bucket.sides[0]):
+      missing = length - sum(map(len, parts))
+      padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
       joined = jnp.concatenate([*parts, padding])
     else:
       joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
@@ -326,9 +319,9 @@ class Layout:
     units = rows.reshape(-1, *self.buckets[number].unit)
     chunks = {}
     for member, start in zip(self.members(number), self._starts(number, step)):
-      leaf = self.leaves[member]
-      of_leaf = lax.dynamic_slice_in_dim(units, start, leaf.size)
-      chunks[member] = of_leaf.reshape(-1, leaf.grid.chunk_size)
+      grid = self.leaves[member].grid
+      own = lax.dynamic_slice_in_dim(units, start, grid.size)
+      chunks[member] = own.reshape(-1, grid.chunk_size)
     return chunks
 
   def fill(
@@ -341,8 +334,9 @@ class Layout:
     bucket = self.buckets[number]
     chunks = {}
     for member in self.members(number):
+      grid = self.leaves[member].grid
       shard = shards[member].astype(bucket.format.dtype)
-      chunks[member] = chunking.to_chunks(shard, self.leaves[member].grid, step)
+      chunks[member] = chunking.to_chunks(shard, grid, step)
     if bucket.num_devices == 1:
       return self.join(number, chunks, bucket.rows, step)
     of_all = self.join(number, chunks, bucket.all_chunks, step)
@@ -357,9 +351,8 @@ class Layout:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for member, chunks in self.split(number, rows, step).items():
-      shards[member] = chunking.from_chunks(
-        chunks, self.leaves[member].grid, step
-      )
+      grid = self.leaves[member].grid
+      shards[member] = chunking.from_chunks(chunks, grid, step)
     return shards
 
 
@@ -373,29 +366,31 @@ def make_layout(
   flat, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
-  # Leaves in each bucket that is still empty.
-  members: dict[Bucket, list[int]] = {}
+  # The size so far of each bucket, which has no name yet.
+  sizes: dict[Bucket, int] = {}
   for (path, param), chosen in zip(flat, per_leaf(compressor, params)):
-    shape, dtype = np.shape(param), _tree.momentum_dtype(path, param)
-    sharding, chunks = param_specs.place(path, shape), None
+    shape = np.shape(param)
+    dtype = _tree.momentum_dtype(path, param)
+    sharding = param_specs.place(path, shape)
+    leaf = Leaf(path_keys(path), shape, str(dtype), sharding, chosen)
     if isinstance(chosen, Compressor):
       shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)
-      split = {
-        axis: size for axis, size in axis_sizes if axis not in sharding.axes
-      }
+      split = dict(axis_sizes)
+      for axis in sharding.axes:
+        del split[axis]
       empty = _empty_bucket(chosen, chunks, split)
-      members.setdefault(empty, []).append(len(leaves))
-    keys = path_keys(path)
-    leaves.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
-  buckets: list[Bucket] = []
-  for empty, numbers in members.items():
-    number, size = len(buckets), 0
-    for member in numbers:
-      leaves[member] = dataclasses.replace(
-        leaves[member], bucket=number, offset=size
+      offset = sizes.get(empty, 0)
+      sizes[empty] = offset + chunks.grid.size
+      leaf = dataclasses.replace(
+        leaf,
+        chunks=chunks,
+        bucket=list(sizes).index(empty),
+        offset=offset,
       )
-      size += leaves[member].size
+    leaves.append(leaf)
+  buckets = []
+  for number, (empty, size) in enumerate(sizes.items()):
     buckets.append(_fit(empty, number, size))
   return Layout(tuple(leaves), tuple(buckets), axis_sizes)
 
@@ -406,7 +401,8 @@ def _empty_bucket(
   split: Mapping[str, int],
 ) -> Bucket:
   """Returns a leaf's bucket, still without name and size."""
-  chunk_format, sides = chunks.format, chunks.grid.sides
+  chunk_format = chunks.format
+  sides = chunks.grid.sides
   if chunks.grid.whole:  # its rows come later
     chunk_format = dataclasses.replace(chunk_format, n=1, k=1)
     sides = 1, 1
@@ -431,12 +427,16 @@ def _fit(
 ) -> Bucket:
   """Returns an empty bucket with its name, and rows for its leaves."""
   label = 'x'.join(map(str, bucket.sides))
+  chunk_format = bucket.format
   if bucket.dense:
     label = 'dense'
     # Even rows, so that each device sends little padding.
     share = -(-size // bucket.num_devices)
-    length = -(-share // -(-share // _DENSE_ROW))
-    chunk_format = dataclasses.replace(bucket.format, n=length, k=length)
-    bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, length))
-  name = f'bucket_{number:03}_{label}'
-  return dataclasses.replace(bucket, name=name, size=size)
+    length = chunking.chunk_length(share, _DENSE_ROW)
+    chunk_format = dataclasses.replace(chunk_format, n=length, k=length)
+  return dataclasses.replace(
+    bucket,
+    name=f'bucket_{number:03}_{label}',
+    format=chunk_format,
+    size=size,
+  )

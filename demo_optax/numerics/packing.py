@@ -14,7 +14,10 @@ from demo_optax.numerics import plain
 _WORD = 32
 
 
-def packed_words(count: int, width: int) -> int:
+def packed_words(
+  count: int,
+  width: int,
+) -> int:
   """Returns the words that `count` numbers with `width` bits take."""
   return sum(-(-count * part // _WORD) for part in _parts(width))
 
@@ -32,13 +35,15 @@ def pack_bits(
   reads long rows.
   """
   *lead, count = numbers.shape
-  planes, start = [], 0
+  planes = []
+  start = 0  # of the part, in a number
   for part in _parts(width):
-    per_word = _WORD // part
-    words = -(-count // per_word)
     low = (numbers >> start) & (2**part - 1)
+    per_word = _WORD // part
+    words = packed_words(count, part)
+    padded = plain.pad_to(low, per_word * words)
     # [..., numbers of a word, words]
-    table = plain.pad_to(low, per_word * words).reshape(*lead, per_word, words)
+    table = padded.reshape(*lead, per_word, words)
     shifted = table << _first_bits(part, table.ndim)
     planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
     start += part
@@ -53,22 +58,23 @@ def unpack_bits(
   """Undoes `pack_bits`; returns uint32 `[..., count]`."""
   *lead, _ = words.shape
   numbers = jnp.zeros((*lead, count), jnp.uint32)
-  first = start = 0
+  start = 0  # of the part, in a number
+  first = 0  # word of the plane
   for part in _parts(width):
     last = first + packed_words(count, part)
     plane = words[..., None, first:last]  # [..., 1, words]
-    # [..., numbers of a word, words]
-    table = (plane >> _first_bits(part, plane.ndim)) & (2**part - 1)
+    shifted = plane >> _first_bits(part, plane.ndim)
+    table = shifted & (2**part - 1)  # [..., numbers of a word, words]
     low = table.reshape(*lead, -1)[..., :count]  # without padding
     numbers |= low << start
-    first, start = last, start + part
+    start += part
+    first = last
   return numbers
 
 
 def _parts(width: int) -> list[int]:
   """Returns the powers of two whose sum is `width`, ascending."""
-  powers = [1 << place for place in range(width.bit_length())]
-  return [power for power in powers if width & power]
+  return [power for power in (1, 2, 4, 8, 16, 32) if width & power]
 
 
 def _first_bits(part: int, ndim: int) -> Array:
@@ -77,7 +83,10 @@ def _first_bits(part: int, ndim: int) -> Array:
   return lax.broadcast_to_rank(places, ndim)
 
 
-def places_of_ones(ones: Array, k: int) -> Array:
+def places_of_ones(
+  ones: Array,
+  k: int,
+) -> Array:
   """Returns the places of the first `k` ones in rows, bool `[rows, size]`.
 
   Counts ones per 32 bits to find the word with the j-th one, then halves that
@@ -85,29 +94,29 @@ def places_of_ones(ones: Array, k: int) -> Array:
   Returns int32 `[rows, k]`, ascending, `size` where there are fewer ones.
   """
   rows, size = ones.shape
-  number = -(-size // _WORD)
-  # [rows, words, bits]
-  bits = plain.pad_to(ones, number * _WORD).reshape(rows, number, _WORD)
+  num_words = -(-size // _WORD)
+  padded = plain.pad_to(ones, num_words * _WORD)
+  bits = padded.reshape(rows, num_words, _WORD)  # [rows, words, bits]
   shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   shifted = bits.astype(jnp.uint32) << shifts
   words = jnp.sum(shifted, axis=2, dtype=jnp.uint32)  # [rows, words]
   counts = lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
-  order = jnp.arange(number, dtype=jnp.int32)
-  triangle = (order[:, None] >= order[None]).astype(jnp.int32)
-  until = triangle[None] * counts[:, None]  # [rows, words, words]
-  until = jnp.sum(until, axis=2, dtype=jnp.int32)  # [rows, words]
-  rank = jnp.arange(k, dtype=jnp.int32)[None]
-  passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
-  word_number = jnp.sum(passed, axis=2, dtype=jnp.int32)  # [rows, k]
-  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
-  within = take(words, jnp.minimum(word_number, number - 1))
-  places = _WORD * word_number + _place_in_word(within, rank - before)
-  return jnp.where(word_number < number, places, size)
+  triangle = jnp.tri(num_words, dtype=jnp.int32)
+  terms = triangle[None] * counts[:, None]  # [rows, words, words]
+  until = jnp.sum(terms, axis=2, dtype=jnp.int32)
+  until = until[:, None]  # [rows, 1, words]
+  rank = jnp.arange(k, dtype=jnp.int32)[None]  # [1, k]
+  passed = until <= rank[:, :, None]  # [rows, k, words]
+  number = jnp.sum(passed, axis=2, dtype=jnp.int32)  # of a word, [rows, k]
+  before = jnp.max(jnp.where(passed, until, 0), axis=2)  # [rows, k]
+  word = take(words, jnp.minimum(number, num_words - 1))
+  places = _WORD * number + _place_in_word(word, rank - before)
+  return jnp.where(number < num_words, places, size)
 
 
 def take(x: Array, places: Array) -> Array:
-  """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
+  """Returns `x[row, places[..., row, j]]`, for `places [..., rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.
   """
@@ -118,8 +127,8 @@ def take(x: Array, places: Array) -> Array:
 
 
 def row_numbers(places: Array) -> Array:
-  """Returns int32 `[rows, 1]`, to index with `places [rows, k]`."""
-  return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
+  """Returns the row of each place, int32 `[..., rows, k]`."""
+  return lax.broadcasted_iota(jnp.int32, places.shape, places.ndim - 2)
 
 
 def _place_in_word(
@@ -129,7 +138,8 @@ def _place_in_word(
   """Returns where the `rank`-th one is in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
-    low = (words >> place.astype(jnp.uint32)) & (2**width - 1)
+    shifted = words >> place.astype(jnp.uint32)
+    low = shifted & (2**width - 1)
     count = lax.population_count(low).astype(jnp.int32)
     above = rank >= count
     rank = jnp.where(above, rank - count, rank)
@@ -160,21 +170,22 @@ def _digest(
   shape: tuple[int, ...],
 ) -> chex.Array:
   words = _words(x)  # u32[*block, words of an element]
-  place = xp.zeros((1,) * words.ndim, xp.uint32)
+  place = xp.zeros((1,) * words.ndim, np.uint32)
   for dim, length in enumerate((*shape, words.shape[-1])):
-    along = xp.arange(words.shape[dim], dtype=xp.uint32)
+    along = xp.arange(words.shape[dim], dtype=np.uint32)
     if dim < len(shape):
       along = along + start[dim]
     ones = [1] * words.ndim
     ones[dim] = -1
-    place = place * xp.uint32(length) + along.reshape(ones)
-  weighted = words * (place * xp.uint32(2) + xp.uint32(1))
-  mixed = words + place * xp.uint32(0x9E3779B9)
-  mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
-  mixed = (mixed ^ (mixed >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
-  mixed = mixed ^ (mixed >> xp.uint32(16))
-  sums = xp.sum(weighted, dtype=xp.uint32), xp.sum(mixed, dtype=xp.uint32)
-  return xp.stack(sums)
+    place = place * np.uint32(length) + along.reshape(ones)
+  weighted = words * (place * 2 + 1)
+  mixed = words + place * np.uint32(0x9E3779B9)
+  mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+  mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+  mixed = mixed ^ (mixed >> 16)
+  total = xp.sum(weighted, dtype=np.uint32)
+  hashed = xp.sum(mixed, dtype=np.uint32)
+  return xp.stack([total, hashed])
 
 
 _digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
@@ -189,4 +200,5 @@ def _words(x: chex.Array) -> chex.Array:
   if x.dtype.name.startswith(_NARROW):
     x = x.astype(np.float32)
   narrow = f'uint{8 * min(x.dtype.itemsize, 4)}'
-  return x.reshape(*x.shape, 1).view(narrow).astype(np.uint32)
+  elements = x.reshape(*x.shape, 1)
+  return elements.view(narrow).astype(np.uint32)

@@ -38,7 +38,10 @@ def top_k(coefficients: Array, k: int) -> Array:
 
 
 def top_k_of_tiles(
-  coefficients: Array, k: int, size: int, by_counting: bool
+  coefficients: Array,
+  k: int,
+  size: int,
+  by_counting: bool,
 ) -> Array:
   """As `top_k`, within the `k` tiles with the largest maxima.
 
@@ -48,25 +51,31 @@ def top_k_of_tiles(
   a power of two that divides `n`; `k` at most `n / size`.
   """
   chunks, n = coefficients.shape
-  largest = _largest if by_counting else top_k  # in tiles again
   tiles = coefficients.reshape(chunks, n // size, size)
-  maxima = jnp.abs(coefficients)
-  if not by_counting:
+  largest = _largest if by_counting else top_k  # in tiles again
+  if by_counting:  # CPUs reduce a short axis slowly
+    maxima = jnp.abs(coefficients)
+    while maxima.shape[1] > n // size:
+      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
+  else:
     maxima = jnp.max(jnp.abs(tiles), axis=2)
-  while maxima.shape[1] > n // size:  # CPUs reduce a short axis slowly
-    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
-  candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
+  candidates = packing.take(tiles, chosen)  # [chunks, k, size]
+  candidates = candidates.reshape(chunks, k * size)
   places = largest(jnp.abs(candidates), k)
   tile = packing.take(chosen, places // size)
   return tile * size + places % size
 
 
-def _largest(magnitudes: Array, k: int) -> Array:
+def _largest(
+  magnitudes: Array,
+  k: int,
+) -> Array:
   """Returns where the `k` largest are, ascending; among equals the first."""
   n = magnitudes.shape[1]
   keys = bits_of(magnitudes)  # sort like the magnitudes: none is negative
-  threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
+  bits = jnp.iinfo(keys.dtype).bits - 1
+  threshold = _kth_largest(keys, k, bits)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
   order = jnp.where(keys == threshold, order, 0)
@@ -75,7 +84,11 @@ def _largest(magnitudes: Array, k: int) -> Array:
   return packing.places_of_ones(order >= last, k)
 
 
-def _kth_largest(keys: Array, k: int, bits: int) -> Array:
+def _kth_largest(
+  keys: Array,
+  k: int,
+  bits: int,
+) -> Array:
   """Returns the k-th largest integer `[chunks, 1]`, all below `2**bits`.
 
   Bit by bit from the highest: the largest number that `k` keys reach.
@@ -84,9 +97,11 @@ def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
-    return jnp.where(_count(keys >= trial) >= k, trial, reached)
+    enough = _count(keys >= trial) >= k
+    return jnp.where(enough, trial, reached)
 
-  return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
+  zeros = jnp.zeros_like(keys[:, :1])
+  return lax.fori_loop(0, bits, set_bit, zeros)
 
 
 def _count(mask: Array) -> Array:
@@ -96,15 +111,14 @@ def _count(mask: Array) -> Array:
   would merge two integer sums into one, ten times as slow on CPUs.
   """
   chunks, n = mask.shape
-  table = plain.pad_to(mask, n + -n % 16).reshape(chunks, 16, -1)
-  counts = jnp.sum(table, axis=1, dtype=jnp.int32).astype(jnp.float32)
-  return jnp.sum(counts, axis=1, keepdims=True)
+  padded = plain.pad_to(mask, n + -n % 16)
+  table = padded.reshape(chunks, 16, -1)
+  counts = jnp.sum(table, axis=1, dtype=jnp.int32)
+  return jnp.sum(counts, axis=1, dtype=jnp.float32, keepdims=True)
 
 
-def take(coefficients: Array, indices: Array | None) -> Array:
+def take(coefficients: Array, indices: Array) -> Array:
   """Returns the values `[chunks, k]` at `indices` in `[chunks, n]`."""
-  if indices is None:
-    return coefficients
   if platform.by_product():
     return one_hot.take(coefficients, indices)
   return packing.take(coefficients, indices)
@@ -146,21 +160,23 @@ def merge(
   Returns dense `[chunks, n]`, and the number of different coefficients that
   were sent, float32 `[]`.
   """
+  workers, dtype = len(values), values.dtype
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is not None and platform.by_product() and weights is None:
     total, senders = one_hot.add_up(indices, values, present, n)
-    distinct = jnp.sum((senders > 0).astype(jnp.float32))
+    was_sent = (senders > 0).astype(jnp.float32)
+    distinct = jnp.sum(was_sent)
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
     else:
-      of_each = exact_reciprocal(everyone, len(values), values.dtype)
-      mean = mul_no_fma(of_each, total)
+      mean = mul_no_fma(exact_reciprocal(everyone, workers, dtype), total)
     mean = platform.laid_out(mean, in_lanes=True)
-    return mean.reshape(len(mean), -1)[:, :n], distinct
+    mean = mean.reshape(len(mean), -1)  # [chunks, n, and padding]
+    return mean[:, :n], distinct
 
-  workers, counted = len(values), present[:, None, None]
+  counted = present[:, None, None]
   if weights is not None:
-    weights = jnp.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.where(present, weights.astype(dtype), 0)
     weights = jnp.broadcast_to(weights[:, None, None], values.shape)
 
   def shares_of(indices: Array | None) -> Array:
@@ -170,18 +186,25 @@ def merge(
     senders = everyone
     if indices is not None and workers > 1:
       senders = _count_senders(indices, counted, n)
-    return exact_reciprocal(senders, workers, values.dtype)
+    return exact_reciprocal(senders, workers, dtype)
 
   shares = shares_of(indices)
-  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
-  distinct = jnp.sum(one_each.astype(jnp.float32))
+  # The shares of those who sent a coefficient add up to one.
+  given = jnp.where(counted, shares, 0)
+  one_each = jnp.broadcast_to(given, values.shape)
+  distinct = jnp.sum(one_each, dtype=jnp.float32)
   if average == 'workers':
     shares = shares_of(None)
-  values = jnp.where(counted, mul_no_fma(shares, values), 0)
-  return _add_in_turn(indices, values, n), distinct
+  weighted = mul_no_fma(shares, values)
+  terms = jnp.where(counted, weighted, 0)
+  return _add_in_turn(indices, terms, n), distinct
 
 
-def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
+def _add_in_turn(
+  indices: Array | None,
+  values: Array,
+  n: int,
+) -> Array:
   """Adds values `[workers, chunks, k]` at their places; dense `[chunks, n]`.
 
   Deterministic on every backend: workers are added one after the other, and
@@ -191,8 +214,10 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   places = jnp.arange(n, dtype=jnp.int32)[None]
 
   def add_worker(worker: Array, total: Array) -> Array:
-    own = None if indices is None else indices[worker]
-    if own is not None and platform.by_comparison(workers, k):
+    if indices is None:
+      return subtract(total, None, -values[worker])
+    own = indices[worker]
+    if platform.by_comparison(workers, k):
       return total + jnp.where(own == places, values[worker], 0)
     return subtract(total, own, -values[worker])
 
@@ -202,7 +227,11 @@ def _add_in_turn(indices: Array | None, values: Array, n: int) -> Array:
   return lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
 
 
-def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
+def _weighted_shares(
+  indices: Array | None,
+  weights: Array,
+  n: int,
+) -> Array:
   """Returns shares of `weights [workers, chunks, k]` in those of all senders.
 
   Without indices every worker has sent every value.
@@ -211,26 +240,31 @@ def _weighted_shares(indices: Array | None, weights: Array, n: int) -> Array:
     total = _add_in_turn(None, weights, weights.shape[2])[None]
   else:
     dense = _add_in_turn(indices, weights, n)  # [chunks, n]
-    total = vmap(lambda own: take(dense, own))(indices)
+    take_all = vmap(take, in_axes=(None, 0))
+    total = take_all(dense, indices)  # [workers, chunks, k]
   return share(weights, total, weights.dtype)
 
 
-def _count_senders(indices: Array, counted: Array, n: int) -> Array:
+def _count_senders(
+  indices: Array,
+  counted: Array,
+  n: int,
+) -> Array:
   """Returns how many of the `counted` sent each of `indices`, int32."""
   workers, chunks, k = indices.shape
   if platform.count_by_comparison(workers * k):
+    # All pairs, [chunks, workers * k, workers * k].
     places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
-    from_counted = jnp.broadcast_to(counted, (workers, 1, k)).reshape(1, 1, -1)
-    same = (places[:, :, None] == places[:, None]) & from_counted
+    same = places[:, :, None] == places[:, None]
+    of_each = jnp.broadcast_to(counted, (workers, 1, k))
+    same &= of_each.reshape(1, 1, -1)
     senders = jnp.sum(same, axis=2, dtype=jnp.int32)
-    return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
-  rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
-  ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
-  counts = (
-    jnp.zeros((chunks, n), jnp.int32)
-    .at[rows, indices]
-    .add(ones, mode='promise_in_bounds', wrap_negative_indices=False)
+    senders = senders.reshape(chunks, workers, k)
+    return jnp.swapaxes(senders, 0, 1)
+  zeros = jnp.zeros((chunks, n), jnp.int32)
+  counts = zeros.at[packing.row_numbers(indices), indices].add(
+    counted.astype(jnp.int32),
+    mode='promise_in_bounds',
+    wrap_negative_indices=False,
   )
-  return counts.at[rows, indices].get(
-    mode='promise_in_bounds', wrap_negative_indices=False
-  )
+  return packing.take(counts, indices)
