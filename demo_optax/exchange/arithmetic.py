@@ -42,10 +42,10 @@ def accumulate_and_select(
       new = rounding.mul_no_fma(decay, former) + new
       new = jnp.where(valid, new, former)
       momentum = piece.store(momentum, new)
-    indices = None  # if all are sent
+    indices, values = None, new  # if all are sent
     if bucket.format.k < bucket.format.n:
       indices = _places(bucket, new, step)
-    values = topk.take(new, indices)
+      values = topk.take(new, indices)
     return momentum, Selected(indices, values)
 
   momentum, selected = _in_pieces(bucket, add_piece, momentum)
