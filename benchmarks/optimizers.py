@@ -11,6 +11,7 @@ from optax import contrib
 
 import demo_optax
 from demo_optax import compressors
+from demo_optax.recipes import links
 
 Settings = dict[str, Any]
 
@@ -248,6 +249,12 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
 
   Rates of the recipe are the root mean square of an update.
   """
+  iterations = len(links.NEWTON_SCHULZ)
+  if s['ns_steps'] != iterations:
+    raise ValueError(
+      f'ns_steps must be {iterations} as in demo_muon, got {s["ns_steps"]}.'
+      f' Add ns_steps={iterations}; other numbers are in history.'
+    )
   compressor, _ = other_leaves(s, matrix_compressor(s))
   consistent_rms = None
   if s['method'] == 'recipe':  # of chunks that are full
