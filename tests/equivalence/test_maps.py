@@ -389,11 +389,12 @@ def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
   folder = tmp_path if how in SAVED_IN[name] else None
   found, expected = run(ALL[name], how, folder), expected_of(name, how)
   if 'demo_muon' in name and not QUICK:
-    # XLA adds the products of a batch of matrices, in optax's Newton-Schulz,
-    # in another order than those of one matrix.
+    # XLA adds the products of a batch of matrices, in Newton-Schulz, in another
+    # order than those of one matrix. Its iterations multiply rounding errors of
+    # small singular values by up to 283, the product of their slopes at zero.
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(
-        x, y, rtol=1e-4, atol=1e-6 * np.max(np.abs(y), initial=0)
+        x, y, rtol=1e-4, atol=4e-6 * np.max(np.abs(y), initial=0)
       ),
       found,
       expected,
