@@ -38,13 +38,7 @@ LARGE: dict[str, Any] = {
   'other_lr': 3e-3,
 }
 MUON = {**muon.MUON, 'other_lr': 3e-3}
-OURS = {
-  'method': 'demo_muon',
-  'lr': 2e-2,
-  'ns_steps': 4,
-  'cyclic': 8,
-  'rows': 8,
-}
+OURS = {**muon.ROWS['demo_muon'], 'other_lr': 3e-3}
 TOPK = {**OURS, 'cyclic': None, 'topk': 64}
 ALL = {**TOPK, 'topk': None}  # everything: only the orthonormalisation differs
 # Rates are the root mean square of an update: 2e-2 is 2.1e-3 at this width.
