@@ -16,6 +16,7 @@ import pytest
 from helpers import ROOT, random_tree, results, updates_of
 
 import demo_optax
+from demo_optax.recipes import links
 
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 
@@ -188,6 +189,13 @@ def test_every_run_that_a_command_names_is_recorded(name):
   for command in commands:
     for settings in grid_of(shlex.split(command)):
       assert settings in recorded, command
+
+
+def test_newton_schulz_iterations_are_those_that_are_fitted():
+  import newton_schulz
+
+  fitted = newton_schulz.fit(low=0.003, count=4, margin=0.02)
+  assert fitted == links.NEWTON_SCHULZ
 
 
 def attempts():
