@@ -206,9 +206,8 @@ def exchange(
     data, residual = owners.pack(merged, residual, report)
     everyones = gather(data, group.axis)  # [owners, rows, 128]
     of_owners, report = owners.unpack(everyones, distinct, group)
-    merged = [
-      of_owners.get(number, update) for number, update in enumerate(merged)
-    ]
+    for number, update in of_owners.items():
+      merged[number] = update
 
   updates: dict[int, Array] = {}
   for number, (bucket, update) in enumerate(zip(buckets, merged)):
@@ -362,13 +361,12 @@ def _averages(
   if weight is not None:
     scalars.append(jnp.where(valid, weight, 0))
   for axes, members in groups.items():
-    terms = [
-      gradients[member].astype(layout.leaves[member].dtype)
-      for member in members
-    ]
-    if weight is not None:
-      terms = [rounding.mul_no_fma(weight, term) for term in terms]
-    terms = [jnp.where(valid, term, jnp.zeros_like(term)) for term in terms]
+    terms = []
+    for member in members:
+      term = gradients[member].astype(layout.leaves[member].dtype)
+      if weight is not None:
+        term = rounding.mul_no_fma(weight, term)
+      terms.append(jnp.where(valid, term, 0))
     if axes:
       totals = sums(terms, group.axis)
     else:  # the first group
