@@ -79,6 +79,7 @@ class RemoteProgram:
       )
     with self._link.interruptible():
       self.trace(*arrays)
+      self._tag_step(arrays)
       run = self._train if self._nexts else self._evaluate
       return run(arrays), self._returned
 
@@ -131,13 +132,14 @@ class RemoteProgram:
     state = ', '.join(
       f'{self.names[number]} {self._types[number]}' for number in changed
     )
-    if changed and state != (self._link.shared or state):
+    former = self._link.shared or state
+    if changed and state != former:
       raise ValueError(
         f'All training steps of {self.workers} must return the same state,'
-        f' got one of {state}, and before it one of {self._link.shared}.'
+        f' got one of {state}, and before it one of {former}.'
         ' Make one step of them.'
       )
-    self._link.shared = self._link.shared or state
+    self._link.shared = former
     kept = [number for number in self.shared if number not in changed]
     # Small ones may have other values in the next step.
     small = [number for number in kept if self._types[number].size <= _FEW]
@@ -174,15 +176,12 @@ class RemoteProgram:
     """Runs a training step in the round that is open."""
     link = self._link
     position = link.position  # of the caller's arrays
-    self._tag_step(arrays)
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
           position = self._say_hello(arrays, position)
           self._is_source = False
-          values = self._execute(
-            self._plan, self._current(arrays), self._gather
-          )
+          values = self._run_plan(self._current(arrays))
           if self._is_source:
             state = [values[place] for place in self._nexts.values()]
             link.send_state(states.to_bytes(state))
@@ -204,14 +203,13 @@ class RemoteProgram:
     """
     link = self._link
     position = link.position
-    self._tag_step(arrays)
     if link.open >= 0 and position.chain:
       with contextlib.suppress(Behind):
-        return self._execute(self._plan, arrays, self._gather)
+        return self._run_plan(arrays)
       link.position = position
     _LOG.warning('%s evaluates alone', self.workers)
 
-    def alone(_: Sequence[Any], body: bytes) -> list[bytes]:
+    def alone(body: bytes) -> list[bytes]:
       messages = [b''] * self.workers.count
       messages[link.rank] = body
       return messages
@@ -261,8 +259,8 @@ class RemoteProgram:
     if self._is_other(received[0]):
       return
 
-    def next_list(*_: Any) -> list[bytes]:
-      return received.pop() if received else link.gather(b'')
+    def next_list(body: bytes) -> list[bytes]:
+      return received.pop() if received else link.gather(body)
 
     while received:  # not every step of local updates exchanges
       values = self._execute(follower, arrays, next_list)
@@ -294,11 +292,11 @@ class RemoteProgram:
   def _take(self, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
     state = self._link.state()
-    types = [
-      jax.eval_shape(states.data, array)
-      for array in self._state_in(self._types)
-    ]
-    for number, array in zip(self._nexts, states.from_bytes(state, types)):
+    types = []
+    for number in self._nexts:
+      types.append(jax.eval_shape(states.data, self._types[number]))
+    received, _ = states.from_bytes(state, types)
+    for number, array in zip(self._nexts, received):
       former, taken = arrays[number], jnp.asarray(array)
       if prng.is_key_array(former):
         impl = jax.random.key_impl(former)
@@ -311,69 +309,67 @@ class RemoteProgram:
 
   # Messages -------------------------------------------------------------------
 
+  def _run_plan(self, arrays: Sequence[Any]) -> list[Any]:
+    """Runs the step in the round that is open."""
+
+    def gather(body: bytes) -> list[bytes]:
+      while True:
+        sketch = b''
+        if self._nexts and self._link.position.then:
+          sketch = states.sketch(self._state_in(arrays))
+        messages = self._link.gather(body + sketch)
+        if not self._is_other(messages):
+          return messages
+
+    return self._execute(self._plan, arrays, gather)
+
   def _execute(
     self,
     plan: PartedStep,
     arrays: Sequence[Any],
-    gather: Callable[[Sequence[Any], bytes], list[bytes]],
+    gather: Callable[[bytes], list[bytes]],
   ) -> list[Any]:
     """Runs a plan. `gather` exchanges bytes: b'' if this worker only receives.
 
     A message is the tag, the arrays that are sent, and a sketch of the state
     if workers compare theirs.
     """
+    link = self._link
 
     def exchange(eqns: list[JaxprEqn], sent: list[Any]) -> list[Any]:
       types: list[Any] = [eqn.invars[0].aval for eqn in eqns]
-      body = b''
-      if sent:
-        body = self._tag + states.to_bytes(sent)
-      is_wanted = self._link.position.then == frames.SEND
-      messages = gather(arrays, body)
-      size = frames.CHAIN + states.num_bytes(types)
+      body = self._tag + states.to_bytes(sent) if sent else b''
+      is_wanted = link.position.then == frames.SEND
+      messages = gather(body)
+      gathered = []  # [workers, ...] each
+      for like in types:
+        gathered.append(np.zeros((len(messages), *like.shape), like.dtype))
+      present = np.array([*map(bool, messages)])
+      ranks = np.flatnonzero(present).tolist()
       sketches = {}
-      for rank, message in enumerate(messages):
-        if len(message) > size:
-          sketches[rank] = message[size:]
+      for rank in ranks:
+        after_tag = memoryview(messages[rank])[frames.CHAIN :]
+        received, sketch = states.from_bytes(after_tag, types)
+        for rows, array in zip(gathered, received):
+          rows[rank] = array
+        if sketch:
+          sketches[rank] = bytes(sketch)
       if sketches:
-        first = self._compare(arrays, sketches, follows=not sent)
-        self._is_source |= is_wanted and first == self._link.rank
-      return self._met(types, messages)
+        first = self._compare(arrays, sketches)
+        self._is_source |= is_wanted and first == link.rank
+      included = np.bool(link.rank in ranks)
+      return [(rows, present, included) for rows in gathered]
 
-    return plan.run([*arrays, np.int32(self._link.rank)], exchange)
-
-  def _met(self, types: Sequence[Any], messages: Sequence[bytes]) -> list[Any]:
-    """Returns the arrays of all workers, for each array that was sent."""
-    gathered = []  # [workers, ...] each
-    for like in types:
-      gathered.append(np.zeros((len(messages), *like.shape), like.dtype))
-    present = np.array([*map(bool, messages)])
-    ranks = np.flatnonzero(present).tolist()
-    for rank in ranks:
-      sent = memoryview(messages[rank])[frames.CHAIN :]
-      for rows, array in zip(gathered, states.from_bytes(sent, types)):
-        rows[rank] = array
-    included = np.bool(self._link.rank in ranks)
-    return [(rows, present, included) for rows in gathered]
-
-  def _gather(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
-    """Sends a message of the step; returns all of its round."""
-    while True:
-      sketch = b''
-      if self._nexts and self._link.position.then:
-        sketch = states.sketch(self._state_in(arrays))
-      messages = self._link.gather(body + sketch)
-      if not self._is_other(messages):
-        return messages
+    return plan.run([*arrays, np.int32(link.rank)], exchange)
 
   def _compare(
-    self, arrays: Sequence[Any], sketches: dict[int, bytes], follows: bool
+    self, arrays: Sequence[Any], sketches: Mapping[int, bytes]
   ) -> int:
     """Compares the shared arrays of all in a round; returns the first of most.
 
-    This worker parts if it differs from most. One that was not in the round
-    adds its vote: a round may be that of a single worker. One that follows may
-    have been in it with arrays that it has replaced.
+    This worker parts if it differs from most. It votes with the arrays that it
+    has now: it may not have been in the round, or with arrays that it has
+    replaced since. A round may be that of a single worker.
     """
     majority = states.majority(sketches)
     if not majority:
@@ -384,10 +380,9 @@ class RemoteProgram:
         ' Then start the relay and all workers again, from the checkpoint of'
         ' one that is right.'
       )
-    if follows or self._link.rank not in sketches:
-      own_sketch = states.sketch(self._state_in(arrays))
-      sketches = sketches | {self._link.rank: own_sketch}
-    with_own = states.majority(sketches)
-    if with_own and self._link.rank not in with_own:
+    rank = self._link.rank
+    own_sketch = states.sketch(self._state_in(arrays))
+    with_own = states.majority({**sketches, rank: own_sketch})
+    if with_own and rank not in with_own:
       self._link.part()
     return majority[0]

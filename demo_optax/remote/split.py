@@ -9,8 +9,9 @@ All that a step exchanges at one depth, the number of exchanges that it depends
 on, is one message. A step with one exchange is two programs and one round.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +42,17 @@ class _Meeting(NamedTuple):
   branches: list['PartedStep']
 
 
+_Placed = tuple[list[JaxprEqn], list[_Meeting]]
+
+
 class _Part(NamedTuple):
-  """A function, then a program, of what is between two exchanges."""
+  """A function, then a program, and what is exchanged after it."""
 
   run: Any
   reads: list[Var]
   writes: list[Any]
-  # Of what the last one reads: may be overwritten.
-  free: set[Var] | None = None
+  meetings: list[_Meeting]  # of one message; the last part has none
+  free: Collection[Var] = ()  # what the last part reads and may overwrite
 
 
 class PartedStep:
@@ -80,7 +84,8 @@ class PartedStep:
     results = jaxpr.outvars
     if wanted is not None:
       results = [results[number] for number in wanted]
-    self._parts = self._cut(results)
+    self._parts, read = self._cut(results)
+    self.uses = [variable in read for variable in jaxpr.invars]
 
   def run(
     self,
@@ -90,10 +95,10 @@ class PartedStep:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
     *parts, last = self._parts
-    for part, meetings in zip(parts, self._rounds):
+    for part in parts:
       outputs = part.run(*values_of(values, part.reads))
       values.update(zip(part.writes, outputs))
-      self._meet(meetings, values, exchange)
+      self._meet(part.meetings, values, exchange)
     inputs = values_of(values, last.reads)
     values.clear()  # drops all other references to donated arrays
     return list(last.run(*inputs))
@@ -120,8 +125,8 @@ class PartedStep:
         outputs = branch.run(operands, exchange)
         values.update(zip(meeting.writes, outputs))
 
-  def _place(self, results: list[Any]) -> list[list[JaxprEqn]]:
-    """Returns the equations of each part: one before each round, and the last.
+  def _place(self, results: list[Any]) -> list[_Placed]:
+    """Returns each part's equations, and the exchanges after them.
 
     An equation is in the first part that needs it: what a message does not
     depend on is computed after it was sent. A constant, which reads nothing, is
@@ -129,54 +134,59 @@ class PartedStep:
     """
     round_of = _round_numbers(self._jaxpr)
     last = max(round_of.values(), default=-1) + 1
-    self._rounds: list[list[_Meeting]] = [[] for _ in range(last)]
-    placed: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
+    placed: list[_Placed] = [([], []) for _ in range(last + 1)]
     # The parts that need each variable.
-    needed = {variable: {last} for variable in variables(results)}
+    needed = collections.defaultdict[Var, set[int]](set)
+    for variable in variables(results):
+      needed[variable].add(last)
     for eqn in reversed(self._jaxpr.eqns):
+      parts: set[int] = set()
       if eqn in round_of:
         number = round_of[eqn]
+        parts.add(number)
+        _, meetings = placed[number]
         meeting = self._meeting(eqn, needed)
-        self._rounds[number].insert(0, meeting)
+        meetings.insert(0, meeting)
         reads = meeting.reads
-        parts = {number}
       else:
         reads = variables(eqn.invars)
-        parts = set()
         for variable in eqn.outvars:
-          parts |= needed.get(variable, set())
+          parts |= needed[variable]
         if eqn.effects and not self._follows:
           parts.add(last)
         if reads and parts:
           parts = {min(parts)}
         for number in parts:
-          placed[number].insert(0, eqn)
-      if parts:
-        for variable in reads:
-          needed.setdefault(variable, set()).update(parts)
-    self.uses = [variable in needed for variable in self._jaxpr.invars]
+          eqns, _ = placed[number]
+          eqns.insert(0, eqn)
+      for variable in reads:
+        needed[variable] |= parts
     return placed
 
-  def _cut(self, results: list[Any]) -> list[_Part]:
-    """Returns the parts, whose functions return what later ones read."""
-    *placed, eqns = self._place(results)
+  def _cut(self, results: list[Any]) -> tuple[list[_Part], set[Var]]:
+    """Returns the parts, and all variables that are read.
+
+    The program of a part returns what later ones, and exchanges, read of it.
+    """
+    *placed, (eqns, _) = self._place(results)
     run, reads = function_of(self._jaxpr, eqns, results)
     free = {*reads} - self._kept - {*variables(results)}
-    parts = [_Part(run, reads, results, free)]
+    parts = [_Part(run, reads, results, [], free)]
     read_later = {*reads}
-    for meetings, eqns in zip(reversed(self._rounds), reversed(placed)):
+    for eqns, meetings in reversed(placed):
       for meeting in meetings:
         read_later.update(meeting.reads)
       writes = [made for made in made_by(eqns) if made in read_later]
       run, reads = function_of(self._jaxpr, eqns, writes)
       read_later.update(reads)
-      parts.insert(0, _Part(run, reads, writes))
-    return [part._replace(run=self._compiled(part)) for part in parts]
+      parts.insert(0, _Part(run, reads, writes, meetings))
+    compiled = [part._replace(run=self._compiled(part)) for part in parts]
+    return compiled, read_later
 
   def _meeting(
     self,
     eqn: JaxprEqn,
-    needed: Container[Var],
+    needed: Mapping[Var, set[int]],
   ) -> _Meeting:
     if eqn.primitive is meet_p:  # a message is sent and read in any case
       sent = [] if self._follows else variables(eqn.invars)
@@ -191,19 +201,14 @@ class PartedStep:
     writes = []
     wanted = []
     for number, made in enumerate(eqn.outvars):
-      if made in needed:
+      if needed[made]:
         writes.append(made)
         wanted.append(number)
     condition, *operands = eqn.invars
     reads = [condition]
     branches = []
     for jaxpr in eqn.params['branches']:
-      branch = PartedStep(
-        flat(jaxpr),
-        self._compiled,
-        wanted,
-        self._follows,
-      )
+      branch = PartedStep(flat(jaxpr), self._compiled, wanted, self._follows)
       branches.append(branch)
       for operand, is_used in zip(operands, branch.uses):
         if is_used:
@@ -223,7 +228,7 @@ def jitted(part: _Part, ahead: bool) -> Any:
   donated = []
   for number, variable in enumerate(part.reads):
     buffer = _type_of(variable)
-    if variable in (part.free or ()) and buffer in written:
+    if variable in part.free and buffer in written:
       written.remove(buffer)
       donated.append(number)
   program = jax.jit(part.run, donate_argnums=donated)
@@ -239,12 +244,13 @@ def _round_numbers(jaxpr: Jaxpr) -> dict[JaxprEqn, int]:
   Also of those that one which only receives does not need: it must count as the
   others do.
   """
-  depths: dict[Any, int] = {}  # exchanges that a variable depends on
+  # The number of exchanges that each variable depends on.
+  depths = collections.Counter[Var]()
   rounds = {}
   for eqn in jaxpr.eqns:
     depth = 0
     for variable in variables(eqn.invars):
-      depth = max(depth, depths.get(variable, 0))
+      depth = max(depth, depths[variable])
     if meetings_in([eqn]):
       rounds[eqn] = depth
       depth += 1
@@ -314,7 +320,7 @@ def _replay_on_devices(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
   devices = P(mesh.axis_names)
 
   def mapped(part: _Part) -> Any:
-    is_last = part.free is not None
+    is_last = not part.meetings
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
       inputs = []

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,20 +45,16 @@ def to_bytes(arrays: Sequence[Any]) -> bytes:
   return b''.join(np.asarray(array).tobytes() for array in on_host)
 
 
-def num_bytes(types: Sequence[Any]) -> int:
-  """Returns the length of `to_bytes`."""
-  return sum(like.size * like.dtype.itemsize for like in types)
-
-
 def from_bytes(
-  joined: bytes | memoryview, types: Sequence[Any]
-) -> Iterator[np.ndarray]:
-  """Reads arrays of these shapes and dtypes, one after the other."""
-  start = 0
+  joined: memoryview, types: Sequence[Any]
+) -> tuple[list[np.ndarray], memoryview]:
+  """Reads arrays of these shapes and dtypes; returns them, and the rest."""
+  arrays = []
   for like in types:
-    numbers = np.frombuffer(joined, like.dtype, like.size, start)
-    yield numbers.reshape(like.shape)
-    start += numbers.nbytes
+    numbers = np.frombuffer(joined, like.dtype, like.size)
+    arrays.append(numbers.reshape(like.shape))
+    joined = joined[numbers.nbytes :]
+  return arrays, joined
 
 
 # Comparisons ------------------------------------------------------------------
