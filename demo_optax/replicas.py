@@ -120,8 +120,7 @@ def comparable(value: Any) -> Array:
 
   Else it is NumPy's. Of keys it is their data, of other values a checksum.
   """
-  if prng.is_key_array(value):
-    value = jax.random.key_data(value)
+  value = prng.words(value)
   if not hasattr(value, 'dtype'):
     return np.asarray(_checksum(repr(value)))
   is_shared = isinstance(value, jax.Array) and (

@@ -1,5 +1,7 @@
 """Random keys: recognises them, and folds worker numbers into them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,18 @@ def is_legacy_key(x: object) -> bool:
   """Returns whether `x` has the type of a legacy key, `uint32[2]`."""
   dtype, shape = getattr(x, 'dtype', None), getattr(x, 'shape', None)
   return dtype == np.uint32 and shape == (2,)
+
+
+def words(x: Any) -> Any:
+  """Returns the words of random keys, and other arrays as they are."""
+  return jax.random.key_data(x) if is_key_array(x) else x
+
+
+def of_words(array: Array, like: Any) -> Array:
+  """Makes keys of words, if `like` has keys; other arrays stay as they are."""
+  if not is_key_array(like):
+    return array
+  return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
 
 
 def fold(key: Array, index: Array) -> Array:

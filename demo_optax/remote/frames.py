@@ -100,7 +100,8 @@ def packed(messages: Sequence[bytes], then: int) -> tuple[bytes, ...]:
 
   The byte is 1 for a worker that took part. `then` is for the next step.
   """
-  return bytes([*map(bool, messages), then]), *filter(None, messages)
+  is_here = map(bool, messages)
+  return bytes([*is_here, then]), *filter(None, messages)
 
 
 def unpacked(closed: Sequence[bytes]) -> list[bytes]:
@@ -124,7 +125,8 @@ def tag(text: str, values: bytes, changes: bool) -> bytes:
   Digests of its exchanges and of arguments that must be equal on all workers,
   and whether it changes the state that workers share.
   """
-  return digest(text.encode())[:8] + digest(values)[:7] + bytes([changes])
+  exchanges, given = digest(text.encode()), digest(values)
+  return exchanges[:8] + given[:7] + bytes([changes])
 
 
 def changes_state(message: bytes) -> bool:
@@ -150,19 +152,21 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
 
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
-  (relay, secret), *others = (
-    [key.decode() for key in zmq.curve_keypair()] for _ in range(2 + workers)
-  )
-  files = {'relay.key': Keys(relay, secret, [public for public, _ in others])}
-  names = [*(f'worker-{rank}' for rank in range(workers)), 'follower']
-  for name, (public, secret) in zip(names, others):
-    files[f'{name}.key'] = Keys(public, secret, [relay])
-  for name, keys in files.items():
+  worker_names = [f'worker-{rank}' for rank in range(workers)]
+  pairs = {}
+  for name in ('relay', *worker_names, 'follower'):
+    public, secret = zmq.curve_keypair()
+    pairs[name] = public.decode(), secret.decode()
+  relay, *others = [public for public, _ in pairs.values()]
+  files = []
+  for name, pair in pairs.items():
+    keys = Keys(*pair, others if name == 'relay' else [relay])
+    files.append(path / f'{name}.key')
     # Never readable by others, and never over keys that are in use.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with os.fdopen(os.open(path / name, flags, 0o600), 'w') as file:
+    with os.fdopen(os.open(files[-1], flags, 0o600), 'w') as file:
       json.dump(keys._asdict(), file)
-  return [path / name for name in files]
+  return files
 
 
 def keys_for(address: str, path: str | None) -> Keys | None:

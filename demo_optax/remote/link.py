@@ -239,11 +239,9 @@ class Link:
   # Requests and answers -------------------------------------------------------
 
   def _header(self, kind: int, **fields: Any) -> Header:
-    position = self.position
-    found = Header(
-      kind, self.rank, position.round, 0, position.chain, self._program
-    )
-    return found._replace(**fields)
+    number, chain, *_ = self.position
+    header = Header(kind, self.rank, number, 0, chain, self._program)
+    return header._replace(**fields)
 
   def _ask(self, kind: int, *bodies: bytes, **fields: Any) -> _Answer:
     """Returns the answer to a request, or raises `Behind`."""
@@ -261,20 +259,20 @@ class Link:
 
   def _request(self, header: Header, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
-    kind = header.kind
+    kind, request = header.kind, [header.pack(), *bodies]
     again = header._replace(again=True)
-    whole, later = [header.pack(), *bodies], [again.pack(), *bodies]
+    repeated = [again.pack(), *bodies]
     if kind == frames.MESSAGE:  # it is there, unless it was lost
-      later = [again._replace(kind=frames.LISTEN).pack()]
+      repeated = [again._replace(kind=frames.LISTEN).pack()]
     seconds = _ASK_LARGE if kind in (frames.HELLO, frames.PULL) else _ASK
     heard = time.monotonic()  # or warned
-    frame, ask_at = whole, 0.0
+    frame, ask_at = request, 0.0
     while True:
       now = time.monotonic()
       if now >= ask_at:
         with contextlib.suppress(zmq.Again):  # there is no connection
           self._socket.send_multipart(frame, zmq.NOBLOCK)
-          frame, ask_at = later, now + seconds
+          frame, ask_at = repeated, now + seconds
       self.while_waiting()
       self._heed_signals()
       if self._socket.poll(_SLICE):
@@ -287,33 +285,31 @@ class Link:
         heard = now
         is_lost = (answer.kind, answer.round) == (frames.AGAIN, header.round)
         if is_lost and kind == frames.MESSAGE:
-          frame, ask_at = whole, now
+          frame, ask_at = request, now
       elif now - heard > _WARN:
         heard = now
         _LOG.warning(
-          'no answer from the relay at %s for %d s. Is it running, and is this'
-          ' the key of %s?',
-          self._address,
-          _WARN,
-          self._name,
+          f'no answer from the relay at {self._address} for {_WARN} s. Is it'
+          f' running, and is this the key of {self._name}?',
         )
 
-  def _reason(self, reason: bytes, *run: bytes) -> str:
+  def _reason(self, reason: bytes, run: bytes = b'') -> str:
     """Returns why this worker cannot take part."""
     if not run:
       return reason.decode('utf-8', 'replace')
-    ours, theirs = (
-      {f'  {line}' for line in text.decode('utf-8', 'replace').splitlines()}
-      for text in (self._text, *run)
+    return (
+      f'{self._name} must run what the others run, got'
+      f'{_only_in(self._text, run)}\nwhere the run has'
+      f'{_only_in(run, self._text)}\nStart it with the same. If the others'
+      ' are wrong, start them again.'
     )
-    lines = [
-      f'{self._name} must run what the others run, got',
-      *sorted(ours - theirs),
-      'where the run has',
-      *sorted(theirs - ours),
-      'Start it with the same. If the others are wrong, start them again.',
-    ]
-    return '\n'.join(lines)
+
+
+def _only_in(one: bytes, other: bytes) -> str:
+  """Returns the lines that another text has not."""
+  lines = {*one.splitlines()} - {*other.splitlines()}
+  indented = [b'\n  ' + line for line in sorted(lines)]
+  return b''.join(indented).decode('utf-8', 'replace')
 
 
 def _fits(answer: Header, request: Header) -> bool:

@@ -128,10 +128,9 @@ class RemoteProgram:
         ' optimizer state, from which other workers start. Return both, as'
         ' they were passed.'
       )
-    self._types = traced.in_avals
-    state = ', '.join(
-      f'{self.names[number]} {self._types[number]}' for number in changed
-    )
+    types = traced.in_avals
+    described = [f'{self.names[number]} {types[number]}' for number in changed]
+    state = ', '.join(described)
     former = self._link.shared or state
     if changed and state != former:
       raise ValueError(
@@ -142,17 +141,15 @@ class RemoteProgram:
     self._link.shared = former
     kept = [number for number in self.shared if number not in changed]
     # Small ones may have other values in the next step.
-    small = [number for number in kept if self._types[number].size <= _FEW]
+    small = [number for number in kept if types[number].size <= _FEW]
     self._given = small if changed else []
     self._others = [number for number in kept if number not in small]
     self._step, self._returned = flat(traced), returned
     if self._link.rank != frames.FOLLOWER:
       self._plan = PartedStep(self._step, self._compiled, donated=self.donated)
-    self._messages = ' '.join(meetings_in(self._step.jaxpr.eqns))
-    self._text = agreement.describe(configs) | {
-      'shared arrays': state,
-      'messages': self._messages,
-    }
+    messages = ' '.join(meetings_in(self._step.jaxpr.eqns))
+    self._text = agreement.describe(configs)
+    self._text |= {'shared arrays': state, 'messages': messages}
 
   @functools.cached_property
   def _follower(self) -> PartedStep:
@@ -167,8 +164,9 @@ class RemoteProgram:
   def _tag_step(self, arrays: Sequence[Any]) -> None:
     """Makes messages those of a step with these arguments."""
     # Values that a worker which joins does not receive: all must pass the same.
-    given = states.to_bytes([arrays[number] for number in self._given])
-    self._tag = frames.tag(self._messages, given, bool(self._nexts))
+    given = [arrays[number] for number in self._given]
+    values = states.to_bytes(given)
+    self._tag = frames.tag(self._text['messages'], values, bool(self._nexts))
 
   # Rounds ---------------------------------------------------------------------
 
@@ -293,14 +291,12 @@ class RemoteProgram:
     """Puts another worker's shared state in place of this worker's."""
     state = self._link.state()
     types = []
-    for number in self._nexts:
-      types.append(jax.eval_shape(states.data, self._types[number]))
+    for array in self._state_in(arrays):
+      types.append(jax.eval_shape(prng.words, array))
     received, _ = states.from_bytes(state, types)
     for number, array in zip(self._nexts, received):
-      former, taken = arrays[number], jnp.asarray(array)
-      if prng.is_key_array(former):
-        impl = jax.random.key_impl(former)
-        taken = jax.random.wrap_key_data(taken, impl=impl)
+      former = arrays[number]
+      taken = prng.of_words(jnp.asarray(array), like=former)
       sharding = getattr(former, 'sharding', None)
       # Programs are compiled for arrays that no device was chosen for.
       if sharding is not None and getattr(former, 'committed', True):

@@ -88,11 +88,6 @@ _STALE = 60.0  # seconds after which a state that does not arrive is given up
 _LINES = 20  # of one kind in the log in a minute, and one of each worker
 _CUT = 100  # characters of what a stranger sends, in a line
 
-_SAME_RANK = (
-  'Another program says that it is {}. Give every worker a rank of its'
-  ' own, and end one before it is started again.'
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -195,6 +190,7 @@ class Rounds:
     self._members: dict[int | bytes, _Member] = {}
     self._lists.drop(self.round)
     self._drop_state()
+    self._then, self._trained = frames.NOTHING, 0
     # When the first hello came, then the first message of the last round.
     self._began = 0.0
 
@@ -227,7 +223,11 @@ class Rounds:
       is_live = now < min(member.heard + _SECONDS, member.disconnected)
       # Messages of a program that has ended may still be on their way.
       if header.kind != frames.HELLO or (is_live and header.again):
-        return self._refuse(identity, _SAME_RANK.format(name))
+        reason = (
+          f'Another program says that it is {name}. Give every worker a rank'
+          ' of its own, and end one before it is started again.'
+        )
+        return self._refuse(identity, reason)
       if is_live:
         return None  # it asks again
       self._say('%s was started again', name)
@@ -362,7 +362,6 @@ class Rounds:
     # Of most rounds and steps, the state of most workers.
     first = max(members, key=standing)
     self._lists.begin(first.hello)
-    self._then, self._trained = frames.NOTHING, 0
     # The last list, which some may not have received.
     last = first.last
     for before in chains:
@@ -428,15 +427,18 @@ class Rounds:
     ((step, _),) = steps.most_common(1)
     messages, missing = [b''] * self.options.workers, []
     for member in members:
-      if _step_of(member.body) == step:
+      took_part = _step_of(member.body) == step
+      if took_part:
         messages[member.rank] = member.body
       elif member.awaited:
         missing.append(member.rank)
         # One that is often late is waited for in ever fewer rounds.
         member.missed += 1
+      member.awaited, member.body = took_part, b''
     if missing:
       self._say('round %d without %s', number, missing)
-    if frames.changes_state(step[1]):
+    _, tag = step
+    if frames.changes_state(tag):
       self._then = self._next_step()
     closed = frames.packed(messages, self._then)
     self._lists.close(closed)
@@ -446,8 +448,6 @@ class Rounds:
       kept = max(kept, _MAX_LISTS)
     self._lists.drop(number - kept)
     for member in members:
-      member.awaited = _step_of(member.body) == step
-      member.body = b''
       if member.asked == number:
         self._send_list(member, number, closed)
 

@@ -23,6 +23,7 @@ from demo_optax.workers.collectives import Met, Programs, meet, meet_p
 from demo_optax.workers.equations import (
   function_of,
   made_by,
+  values_in,
   values_of,
   variables,
 )
@@ -51,7 +52,7 @@ class _Part(NamedTuple):
   run: Any
   reads: list[Var]
   writes: list[Any]
-  meetings: list[_Meeting]  # of one message; the last part has none
+  meetings: list[_Meeting]  # of one message; none after the last part
   free: Collection[Var] = ()  # what the last part reads and may overwrite
 
 
@@ -74,11 +75,10 @@ class PartedStep:
     succeeded.
     """
     jaxpr = step.jaxpr
-    self._jaxpr = jaxpr
+    self._step, self._jaxpr = step, jaxpr
     self._compiled = compiled
     self._follows = follows
-    self._known = dict(zip(jaxpr.constvars, step.consts))
-    self._kept = {*self._known, *jaxpr.invars}
+    self._kept = {*jaxpr.constvars, *jaxpr.invars}
     for number in donated:
       self._kept.discard(jaxpr.invars[number])
     results = jaxpr.outvars
@@ -93,7 +93,7 @@ class PartedStep:
     exchange: Exchange,
   ) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""
-    values = self._known | dict(zip(self._jaxpr.invars, args))
+    values = values_in(self._step, args)
     *parts, last = self._parts
     for part in parts:
       outputs = part.run(*values_of(values, part.reads))
@@ -166,7 +166,7 @@ class PartedStep:
   def _cut(self, results: list[Any]) -> tuple[list[_Part], set[Var]]:
     """Returns the parts, and all variables that are read.
 
-    The program of a part returns what later ones, and exchanges, read of it.
+    A program returns the values that exchanges and later parts read.
     """
     *placed, (eqns, _) = self._place(results)
     run, reads = function_of(self._jaxpr, eqns, results)
@@ -290,8 +290,7 @@ def flat(step: ClosedJaxpr) -> ClosedJaxpr:
 def _replay(step: ClosedJaxpr, *args: Any) -> list[Any]:
   """Runs a step, and what is in it that exchanges, equation by equation."""
   jaxpr = step.jaxpr
-  values = dict(zip(jaxpr.constvars, step.consts))
-  values.update(zip(jaxpr.invars, args))
+  values = values_in(step, args)
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
     inputs = values_of(values, eqn.invars)

@@ -24,14 +24,9 @@ _SAMPLE = 64  # numbers of an array that are compared
 # Bytes of arrays --------------------------------------------------------------
 
 
-def data(x: Any) -> Any:
-  """Returns the words of random keys, and other arrays as they are."""
-  return jax.random.key_data(x) if prng.is_key_array(x) else x
-
-
 def whole(x: Any) -> Any:
   """Returns an array that is on the devices of all processes as a whole."""
-  x = data(x)
+  x = prng.words(x)
   if isinstance(x, jax.Array) and not (
     x.is_fully_addressable or x.is_fully_replicated
   ):
@@ -41,7 +36,7 @@ def whole(x: Any) -> Any:
 
 def to_bytes(arrays: Sequence[Any]) -> bytes:
   """Returns the bytes of arrays, one after the other."""
-  on_host = jax.device_get([whole(array) for array in arrays])
+  on_host = jax.device_get([*map(whole, arrays)])
   return b''.join(np.asarray(array).tobytes() for array in on_host)
 
 
@@ -77,7 +72,8 @@ def digest(arrays: Sequence[Any]) -> bytes:
 def sketch(arrays: Sequence[Any]) -> bytes:
   """Returns the hardware, a digest of arrays, and numbers from all of them."""
   digests, samples = _sketched(list(arrays))
-  return hardware() + frames.digest(to_bytes([digests])) + to_bytes([samples])
+  digest = frames.digest(to_bytes([digests]))
+  return hardware() + digest + to_bytes([samples])
 
 
 @functools.cache
@@ -101,7 +97,7 @@ def hardware() -> bytes:
 @jax.jit
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
-  for array in map(data, arrays):
+  for array in map(prng.words, arrays):
     start = np.zeros(array.ndim, np.uint32)
     digests.append(packing.digest_block(array, start, array.shape))
     samples.append(_sampled(array))

@@ -248,10 +248,8 @@ def mean_finite(
 
 def first(x: Array, axis: Axis) -> Array:
   """Returns the first worker's array, such as a random key."""
-  if not prng.is_key_array(x):
-    return everyones(x, axis)[0]
-  key_data = first(jax.random.key_data(x), axis)
-  return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
+  rows = everyones(prng.words(x), axis)
+  return prng.of_words(rows[0], like=x)
 
 
 def everyones(

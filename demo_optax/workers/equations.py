@@ -34,6 +34,13 @@ def function_of(
   return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), inputs
 
 
+def values_in(closed: core.ClosedJaxpr, args: Iterable[Any]) -> dict[Var, Any]:
+  """Returns the values of a program's constants and arguments."""
+  jaxpr = closed.jaxpr
+  given = [*jaxpr.constvars, *jaxpr.invars]
+  return dict(zip(given, [*closed.consts, *args]))
+
+
 def values_of(values: Mapping[Var, Any], atoms: Iterable[Any]) -> list[Any]:
   """Returns the values of atoms, None of variables that have none."""
   chosen = []

@@ -16,6 +16,7 @@ from demo_optax.workers.equations import (
   function_of,
   made_by,
   read_by,
+  values_in,
   values_of,
   variables,
 )
@@ -34,8 +35,7 @@ def run_in_turn(
   branches with an exchange inside, whose bodies are mapped.
   """
   jaxpr, origins = closed.jaxpr, follower.found
-  values = dict(zip(jaxpr.constvars, closed.consts))
-  values.update(zip(jaxpr.invars, args))
+  values = values_in(closed, args)
 
   def run_loop(
     eqns: Sequence[JaxprEqn],

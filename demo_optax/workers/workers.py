@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks
 from demo_optax._paths import Keys, Path, is_stacked, path_keys
+from demo_optax.numerics import prng
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
@@ -361,9 +362,9 @@ def put(x: Any, sharding: NamedSharding) -> Any:
   )
   if is_placed or sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
-  if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-    data = put(jax.random.key_data(x), sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if prng.is_key_array(x):
+    words = put(prng.words(x), sharding)
+    return prng.of_words(words, like=x)
   # Each process passes the same values, and places those for its devices.
   host_array = np.asarray(x)
   return jax.make_array_from_callback(
