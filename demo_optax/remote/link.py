@@ -192,11 +192,11 @@ class Link:
     """Sends the parts of a state, each when the relay has the one before."""
     socket = self._connect()
     # The last part is smaller than the others: it may be empty.
-    for number in range(len(state) // frames.PART + 1):
-      part = memoryview(state)[number * frames.PART :][: frames.PART]
-      socket.send_multipart([header._replace(number=number).pack(), part])
-      taken = header._replace(number=number + 1).pack()
-      if not socket.poll(1000 * _WARN) or socket.recv() != taken:
+    for start in range(0, len(state) + 1, frames.PART):
+      part = state[start : start + frames.PART]
+      socket.send_multipart([header.pack(), part])
+      header = header._replace(number=header.number + 1)
+      if not socket.poll(1000 * _WARN) or socket.recv() != header.pack():
         break
     socket.close()
 

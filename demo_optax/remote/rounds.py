@@ -361,12 +361,13 @@ class Rounds:
 
     # Of most rounds and steps, the state of most workers.
     first = max(members, key=standing)
-    self._lists.begin(first.hello)
+    number, chain, last = first.hello.round, first.hello.chain, first.last
+    self._lists.begin(number, chain)
     # The last list, which some may not have received.
-    last = first.last
     for before in chains:
-      if last and frames.digest(before, *last) == first.hello.chain:
-        self._lists.add(self.round - 1, before, last)
+      if last and frames.digest(before, *last) == chain:
+        self._lists.begin(number - 1, before)
+        self._lists.close(last)
     for member in members:
       member.awaited, member.last = self._lists.lead_from(member.hello), ()
       self._welcome(member)
@@ -495,14 +496,13 @@ class Rounds:
 
   def _push(self, identity: bytes, header: Header, part: bytes) -> None:
     """Takes a part; one that is not taken is answered by its own number."""
-    now = self._clock()
     try:
       if header.number == 0 and self._wants_state:
         self._drop_state()
-        self._state = State(header, now)
+        self._state = State(header)
       state = self._state
       if state is not None and header == state.next_header:
-        state.append(part, now)
+        state.append(part, self._clock())
         header = state.next_header
     except OSError as error:
       self._say('the state of worker %d is not kept: %s', header.rank, error)

@@ -28,25 +28,19 @@ class Lists:
     self._chains: dict[int, bytes] = {}
     self._files: dict[int, IO[bytes]] = {}
 
-  def begin(self, at: Header) -> None:
-    """Begins with a round that is open."""
-    self.open = at.round
-    self._chains[at.round] = at.chain
+  def begin(self, number: int, chain: bytes) -> None:
+    """Opens a round."""
+    self.open = number
+    self._chains[number] = chain
 
   def lead_from(self, at: Header) -> bool:
     """Returns whether lists lead from a position to the open round."""
     return self._chains.get(at.round) == at.chain
 
   def close(self, closed: Sequence[bytes]) -> None:
-    """Keeps the list of the open round; the next one is open."""
+    """Keeps the list of the open round; opens the next one."""
     number, chain = self.open, self._chains[self.open]
-    self.open += 1
-    self._chains[self.open] = frames.digest(chain, *closed)
-    self.add(number, chain, closed)
-
-  def add(self, number: int, chain: bytes, closed: Sequence[bytes]) -> None:
-    """Keeps the list of a closed round."""
-    self._chains[number] = chain
+    self.begin(number + 1, frames.digest(chain, *closed))
     try:
       self._files[number] = file = _new_file()
       pickle.dump(closed, file)
@@ -72,10 +66,10 @@ class Lists:
 class State:
   """The shared state before a round, in parts, as one worker sends it."""
 
-  def __init__(self, header: Header, now: float):
+  def __init__(self, header: Header):
     self.header = header  # of the first part
     self.parts = 0  # that are there
-    self.since = now  # when the last one came
+    self.since = 0.0  # when the last one came
     self.complete = False
     self._file = _new_file()
 
@@ -88,7 +82,8 @@ class State:
     """Keeps the next part, or raises an `OSError`."""
     self._file.write(part)
     self._file.flush()
-    self.parts, self.since = self.parts + 1, now
+    self.parts += 1
+    self.since = now
     self.complete = len(part) < frames.PART
 
   def part(self, number: int) -> bytes:
