@@ -88,9 +88,10 @@ class Link:
       return None
     socket: Any = zmq.Context.instance().socket(zmq.DEALER)
     if self._keys is not None:
-      socket.set_string(zmq.CURVE_SERVERKEY, self._keys.others[0])
-      socket.set_string(zmq.CURVE_PUBLICKEY, self._keys.public)
-      socket.set_string(zmq.CURVE_SECRETKEY, self._keys.secret)
+      public, secret, (relay,) = self._keys
+      socket.curve_serverkey = relay.encode()
+      socket.curve_publickey = public.encode()
+      socket.curve_secretkey = secret.encode()
     socket.linger = 0
     socket.immediate = 1  # nothing waits for a connection
     socket.heartbeat_ivl = 5000

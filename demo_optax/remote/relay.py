@@ -44,7 +44,7 @@ class Relay:
         self._ranks = dict(zip(own_keys.others, ranks))
         self._ask_for_keys(stack, own_keys)
       self._socket.bind(address)
-      self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
+      self.address: str = self._socket.last_endpoint.decode()
       self._disconnections = stack.enter_context(
         self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
       )
@@ -89,21 +89,24 @@ class Relay:
     stack.callback(auth.stop)
     auth.configure_curve_callback('*', self)
     self._socket.curve_server = 1
-    self._socket.set_string(zmq.CURVE_PUBLICKEY, keys.public)
-    self._socket.set_string(zmq.CURVE_SECRETKEY, keys.secret)
+    self._socket.curve_publickey = keys.public.encode()
+    self._socket.curve_secretkey = keys.secret.encode()
 
   def callback(self, domain: str, key: bytes) -> bool:
     """Returns whether this is a worker's key: ZeroMQ asks."""
     return key.decode('ascii', 'replace') in self._ranks
 
   def _take(self, received: list[Any]) -> None:
+    origin, first, *_ = received
+    identity, *frames_sent = [frame.bytes for frame in received]
     key_rank = None
     if self._ranks:
-      key_rank = self._ranks.get(str(received[1].get('User-Id')), -1)
-    identity, *rest = [frame.bytes for frame in received]
+      public_key = str(first.get('User-Id'))
+      key_rank = self._ranks.get(public_key, -1)
     with contextlib.suppress(zmq.ZMQError):  # who speaks an old protocol
-      self._identities[received[0].get(zmq.SRCFD)] = identity
-    self.rounds.take(identity, key_rank, *rest)
+      descriptor = origin.get(zmq.SRCFD)
+      self._identities[descriptor] = identity
+    self.rounds.take(identity, key_rank, *frames_sent)
 
   def _note_disconnections(self) -> None:
     """Notes which connections have ended, as that of a killed program."""

@@ -334,8 +334,7 @@ class Rounds:
   def _begin_when_ready(self, now: float) -> None:
     """Begins the run if all workers are there, or the time for it is over."""
     members = list(self._members.values())
-    texts = collections.Counter(member.text for member in members)
-    ((text, _),) = texts.most_common(1)
+    text = statistics.mode(member.text for member in members)
     # A run that begins waits for all, one that continues only for some time.
     patience = self.options.start
     if any(member.hello.round for member in members):
@@ -369,12 +368,13 @@ class Rounds:
         self._lists.begin(number - 1, before)
         self._lists.close(last)
     for member in members:
-      member.awaited, member.last = self._lists.lead_from(member.hello), ()
+      member.awaited = self._lists.lead_from(member.hello)
       self._welcome(member)
     self._began = self._clock()
     self._say('round %d, %d workers', self.round, len(members))
 
   def _welcome(self, member: _Member) -> None:
+    member.last = ()  # may be large
     limit = b'%d' % self.options.max_message
     header = Header(frames.WELCOME, round=member.hello.round)
     self._send(member.identity, header, limit)
@@ -397,8 +397,9 @@ class Rounds:
         self._seconds.append(now - self._began)
         self._began = now
       member.body, member.missed = body, 0
-    elif body and self.round % 2**member.missed < 2:
-      member.awaited = True  # it is late, and may be in time now
+    elif body:  # it is late, and may be in time for the next rounds
+      is_its_turn = self.round % 2**member.missed < 2
+      member.awaited |= is_its_turn
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if is_open:
@@ -422,10 +423,8 @@ class Rounds:
     number, members = self.round, self._by_rank
     # A worker that has called another step than most sends its message again.
     # Of as many in two steps, those of the lowest rank are in the round.
-    steps = collections.Counter(
-      _step_of(sender.body) for sender in members if sender.body
-    )
-    ((step, _),) = steps.most_common(1)
+    bodies = [member.body for member in members if member.body]
+    step = statistics.mode(map(_step_of, bodies))
     messages, missing = [b''] * self.options.workers, []
     for member in members:
       took_part = _step_of(member.body) == step

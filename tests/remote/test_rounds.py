@@ -351,6 +351,15 @@ def test_all_that_are_cut_off_while_they_compute():
   assert frames.unpacked(desk.rounds._lists.read(0)) == [TRAIN] * 3
 
 
+def test_the_list_in_a_hello_is_not_kept():
+  """Of a worker that comes after the run has begun."""
+  desk = Desk()
+  awaited(desk)
+  desk.one.send(frames.HELLO, TEXT, b'a list' * 1000, again=True)
+  assert desk.one.answers[-1] == 'WELCOME'
+  assert [member.last for member in desk.rounds._members.values()] == [()] * 3
+
+
 def test_an_end_that_overtakes_a_message():
   desk = Desk()
   sent(desk)
