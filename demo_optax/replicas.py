@@ -85,7 +85,9 @@ def check_replicas(
       replicated[keys] = array
   differences = []
   for keys, held in copies(replicated).items():
-    devices, numbers, processes = set(), set(), set()
+    devices = set()
+    numbers = set()
+    processes = set()
     for copy in differing(held):
       processes.add(copy.process)
       if copy.device is not None:
@@ -94,8 +96,8 @@ def check_replicas(
         numbers.add(worker_of[copy.device])
     # All copies are the same otherwise.
     if processes:
-      sorted_ids = map(sorted, (devices, numbers, processes))
-      differences.append(Difference(dotted(keys), *map(tuple, sorted_ids)))
+      ids = [tuple(sorted(found)) for found in (devices, numbers, processes)]
+      differences.append(Difference(dotted(keys), *ids))
   return differences
 
 
@@ -226,6 +228,7 @@ def _digest_blocks(array: Array) -> list[Array]:
     if platform.digests_on_host(shard.device):
       block = np.asarray(block)
     # On this device, not on the mesh that the caller has set.
-    with jax.set_mesh(Mesh([shard.device], ('device',))):
+    this_device = Mesh([shard.device], ('device',))
+    with jax.set_mesh(this_device):
       digests.append(packing.digest_block(block, start, array.shape))
   return digests

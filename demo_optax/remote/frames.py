@@ -164,15 +164,17 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
     files.append(path / f'{name}.key')
     # Never readable by others, and never over keys that are in use.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with os.fdopen(os.open(files[-1], flags, 0o600), 'w') as file:
+    descriptor = os.open(files[-1], flags, 0o600)
+    with os.fdopen(descriptor, 'w') as file:
       json.dump(keys._asdict(), file)
   return files
 
 
 def keys_for(address: str, path: str | None) -> Keys | None:
   """Reads a file of `write_keys`, which only a local address can be without."""
-  host = address.removeprefix('tcp://').rpartition(':')[0].strip('[]')
   if path is None:
+    host, _, _ = address.removeprefix('tcp://').rpartition(':')
+    host = host.strip('[]')
     if host in ('localhost', '::1') or host.startswith('127.'):
       return None
     raise ValueError(
@@ -182,7 +184,8 @@ def keys_for(address: str, path: str | None) -> Keys | None:
       ' tcp://127.0.0.1:PORT.'
     )
   try:
-    return Keys(**json.loads(pathlib.Path(path).read_text()))
+    text = pathlib.Path(path).read_text()
+    return Keys(**json.loads(text))
   except (OSError, ValueError, TypeError) as error:
     raise ValueError(
       f'keys must be a file of keys, got {path} ({error}). Make one for the'

@@ -117,7 +117,8 @@ class Link:
     _, (limit,) = self._ask(
       frames.HELLO, text, *self.position.last, number=steps
     )
-    self.open, self._largest = self.position.round, int(limit)
+    self.open = self.position.round
+    self._largest = int(limit)
 
   def gather(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
@@ -146,8 +147,9 @@ class Link:
   def pause(self) -> None:
     """Says that the others need not wait for this worker until it is back."""
     if self._socket is not None:
+      request = self._header(frames.PAUSE).pack()
       with contextlib.suppress(zmq.Again):  # there is no connection
-        self._socket.send(self._header(frames.PAUSE).pack(), zmq.NOBLOCK)
+        self._socket.send(request, zmq.NOBLOCK)
 
   def state(self) -> memoryview:
     """Returns the shared state of another worker, and takes its position."""
@@ -182,10 +184,9 @@ class Link:
     """Sends the shared state at this position, from a thread."""
     if self._socket is not None and not self._pushing.is_alive():
       body = bytes([self.position.then]) + state
+      pushed = frames.digest(body) + body, self._header(frames.PUSH)
       self._pushing = threading.Thread(
-        target=self._push,
-        args=(frames.digest(body) + body, self._header(frames.PUSH)),
-        daemon=True,
+        target=self._push, args=pushed, daemon=True
       )
       self._pushing.start()
 
@@ -197,7 +198,8 @@ class Link:
       part = state[start : start + frames.PART]
       socket.send_multipart([header.pack(), part])
       header = header._replace(number=header.number + 1)
-      if not socket.poll(1000 * _WARN) or socket.recv() != header.pack():
+      is_answered = socket.poll(1000 * _WARN)
+      if not is_answered or socket.recv() != header.pack():
         break
     socket.close()
 
@@ -260,7 +262,8 @@ class Link:
 
   def _request(self, header: Header, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
-    kind, request = header.kind, [header.pack(), *bodies]
+    kind = header.kind
+    request = [header.pack(), *bodies]
     again = header._replace(again=True)
     repeated = [again.pack(), *bodies]
     if kind == frames.MESSAGE:  # it is there, unless it was lost

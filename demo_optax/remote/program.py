@@ -57,7 +57,8 @@ class RemoteProgram:
   def __post_init__(self) -> None:
     mesh = self.workers.mesh
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
-    if len({device.process_index for device in devices}) < jax.process_count():
+    processes = {device.process_index for device in devices}
+    if len(processes) < jax.process_count():
       raise ValueError(
         'mesh must have devices of all processes that jax.distributed has'
         f' joined, got {mesh}, and {jax.process_count()} processes.'
@@ -97,7 +98,8 @@ class RemoteProgram:
     the next round, and how many rounds are over that are not applied yet.
     """
     self._tag_step(arrays)
-    link, current = self._link, list(arrays)
+    link = self._link
+    current = list(arrays)
     position = link.position
     while True:
       try:
@@ -115,9 +117,10 @@ class RemoteProgram:
     """Traces the step, cuts and compiles it, once."""
     if self._step is not None:
       return
+    index = np.int32(self._link.rank)
     with traced_configs() as configs:
       make = jax.make_jaxpr(self.run, return_shape=True)
-      traced, (_, returned) = make(*arrays, index=np.int32(self._link.rank))
+      traced, (_, returned) = make(*arrays, index=index)
     # The arrays that all workers share and that a step changes, by number, and
     # the places of their next values in what it returns.
     changed = sorted({*returned.nexts} - {None})
@@ -144,7 +147,8 @@ class RemoteProgram:
     small = [number for number in kept if types[number].size <= _FEW]
     self._given = small if changed else []
     self._others = [number for number in kept if number not in small]
-    self._step, self._returned = flat(traced), returned
+    self._step = flat(traced)
+    self._returned = returned
     if self._link.rank != frames.FOLLOWER:
       self._plan = PartedStep(self._step, self._compiled, donated=self.donated)
     messages = ' '.join(meetings_in(self._step.jaxpr.eqns))
@@ -224,8 +228,9 @@ class RemoteProgram:
     if link.open >= 0:
       return at
     link.position = at
-    others = states.digest([arrays[number] for number in self._others])
-    described = self._text | {'other arguments': others.hex()}
+    others = [arrays[number] for number in self._others]
+    digest = states.digest(others).hex()
+    described = self._text | {'other arguments': digest}
     text = frames.described(self.workers.count, described)
     if link.rank == frames.FOLLOWER:  # it has no state yet
       link.hello(text, b'')
@@ -236,7 +241,8 @@ class RemoteProgram:
 
   def _current(self, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
-    link, current = self._link, list(arrays)
+    link = self._link
+    current = list(arrays)
     while not link.position.chain or link.position.round < link.open:
       self._advance(current)
     return current
@@ -250,10 +256,12 @@ class RemoteProgram:
       self._take(arrays)
     for number, copies in self.copies.items():
       for copy in copies:
-        arrays[copy] = arrays[number].astype(arrays[copy].dtype)[None]
+        updated = arrays[number].astype(arrays[copy].dtype)
+        arrays[copy] = updated[None]  # of one worker: [1, ...]
 
   def _apply_list(self, follower: PartedStep, arrays: list[Any]) -> None:
-    link, received = self._link, [self._link.gather(b'')]
+    link = self._link
+    received = [self._link.gather(b'')]
     if self._is_other(received[0]):
       return
 
@@ -339,7 +347,8 @@ class RemoteProgram:
       messages = gather(body)
       gathered = []  # [workers, ...] each
       for like in types:
-        gathered.append(np.zeros((len(messages), *like.shape), like.dtype))
+        shape = len(messages), *like.shape
+        gathered.append(np.zeros(shape, like.dtype))
       present = np.array([*map(bool, messages)])
       ranks = np.flatnonzero(present).tolist()
       sketches = {}
@@ -356,7 +365,8 @@ class RemoteProgram:
       included = np.bool(link.rank in ranks)
       return [(rows, present, included) for rows in gathered]
 
-    return plan.run([*arrays, np.int32(link.rank)], exchange)
+    index = np.int32(link.rank)
+    return plan.run([*arrays, index], exchange)
 
   def _compare(
     self, arrays: Sequence[Any], sketches: Mapping[int, bytes]

@@ -40,8 +40,6 @@ class Relay:
       self._identities: dict[int, bytes] = {}  # by file descriptor
       self._socket = self._open(stack, address, options)
       if own_keys is not None:
-        ranks = [*range(len(own_keys.others) - 1), frames.FOLLOWER]
-        self._ranks = dict(zip(own_keys.others, ranks))
         self._ask_for_keys(stack, own_keys)
       self._socket.bind(address)
       self.address: str = self._socket.last_endpoint.decode()
@@ -84,6 +82,9 @@ class Relay:
     self, stack: contextlib.ExitStack, keys: frames.Keys
   ) -> None:
     """Lets only workers in whose keys are known."""
+    *of_workers, of_followers = keys.others
+    self._ranks = {key: rank for rank, key in enumerate(of_workers)}
+    self._ranks[of_followers] = frames.FOLLOWER
     auth = zmq.auth.thread.ThreadAuthenticator(self._socket.context)
     auth.start()
     stack.callback(auth.stop)

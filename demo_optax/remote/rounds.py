@@ -170,7 +170,9 @@ class Rounds:
     `send(identity, header, *bodies)` sends to a connection, `clock()` returns
     seconds.
     """
-    self.options, self._send, self._clock = options, send, clock
+    self.options = options
+    self._send = send
+    self._clock = clock
     self._lists = Lists(self._say)
     self._state: State | None = None
     self._minute = 0.0
@@ -190,7 +192,8 @@ class Rounds:
     self._members: dict[int | bytes, _Member] = {}
     self._lists.drop(self.round)
     self._drop_state()
-    self._then, self._trained = frames.NOTHING, 0
+    self._then = frames.NOTHING
+    self._trained = 0
     # When the first hello came, then the first message of the last round.
     self._began = 0.0
 
@@ -218,7 +221,8 @@ class Rounds:
     if key_rank not in (None, rank):
       return self._say('refused: a key that is not that of %s', name)
     key = header.program if rank == frames.FOLLOWER else rank
-    member, now = self._members.get(key), self._clock()
+    member = self._members.get(key)
+    now = self._clock()
     if member is not None and member.hello.program != header.program:
       is_live = now < min(member.heard + _SECONDS, member.disconnected)
       # Messages of a program that has ended may still be on their way.
@@ -286,10 +290,11 @@ class Rounds:
       if has_message and member.is_due and cut_off > _RECONNECT:
         member.awaited = False
     seconds = now - self._began
-    is_complete = not any(member.is_due for member in self._members.values())
-    if has_message and (is_complete or seconds > self._limit):
+    patience = max(self.options.start, 3 * self._limit)
+    is_waiting = any(member.is_due for member in self._members.values())
+    if has_message and (seconds > self._limit or not is_waiting):
       self._close()
-    elif self._joining and seconds > max(self.options.start, 3 * self._limit):
+    elif self._joining and seconds > patience:
       self._say('all workers have left the run')
       self.forget()
 
@@ -360,7 +365,9 @@ class Rounds:
 
     # Of most rounds and steps, the state of most workers.
     first = max(members, key=standing)
-    number, chain, last = first.hello.round, first.hello.chain, first.last
+    number = first.hello.round
+    chain = first.hello.chain
+    last = first.last
     self._lists.begin(number, chain)
     # The last list, which some may not have received.
     for before in chains:
@@ -396,7 +403,8 @@ class Rounds:
         now = self._clock()
         self._seconds.append(now - self._began)
         self._began = now
-      member.body, member.missed = body, 0
+      member.body = body
+      member.missed = 0
     elif body:  # it is late, and may be in time for the next rounds
       is_its_turn = self.round % 2**member.missed < 2
       member.awaited |= is_its_turn
@@ -408,7 +416,8 @@ class Rounds:
         self._send(identity, Header(frames.AGAIN, round=number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
-      self._send_list(member, number, self._lists.read(number))
+      closed = self._lists.read(number)
+      self._send_list(member, number, closed)
 
   @property
   def _limit(self) -> float:
@@ -420,12 +429,14 @@ class Rounds:
 
   def _close(self) -> None:
     """Ends a round: all workers get the same list."""
-    number, members = self.round, self._by_rank
+    number = self.round
+    members = self._by_rank
     # A worker that has called another step than most sends its message again.
     # Of as many in two steps, those of the lowest rank are in the round.
     bodies = [member.body for member in members if member.body]
     step = statistics.mode(map(_step_of, bodies))
-    messages, missing = [b''] * self.options.workers, []
+    messages = [b''] * self.options.workers
+    missing = []
     for member in members:
       took_part = _step_of(member.body) == step
       if took_part:
@@ -434,7 +445,8 @@ class Rounds:
         missing.append(member.rank)
         # One that is often late is waited for in ever fewer rounds.
         member.missed += 1
-      member.awaited, member.body = took_part, b''
+      member.awaited = took_part
+      member.body = b''
     if missing:
       self._say('round %d without %s', number, missing)
     _, tag = step
@@ -518,7 +530,8 @@ class Rounds:
     """
     if not member.joins:
       self._say('%s joins', member.name)
-    member.joins, member.awaited = True, False
+    member.joins = True
+    member.awaited = False
     state = self._usable_state
     part = []
     if state is not None and state.complete:

@@ -75,7 +75,8 @@ class PartedStep:
     succeeded.
     """
     jaxpr = step.jaxpr
-    self._step, self._jaxpr = step, jaxpr
+    self._step = step
+    self._jaxpr = jaxpr
     self._compiled = compiled
     self._follows = follows
     self._kept = {*jaxpr.constvars, *jaxpr.invars}

@@ -96,7 +96,8 @@ def hardware() -> bytes:
 
 @jax.jit
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  digests, samples = [], []
+  digests = []
+  samples = []
   for array in map(prng.words, arrays):
     start = np.zeros(array.ndim, np.uint32)
     digests.append(packing.digest_block(array, start, array.shape))

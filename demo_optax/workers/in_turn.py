@@ -34,7 +34,8 @@ def run_in_turn(
   loop over the workers. Those that exchange see all workers; so do loops and
   branches with an exchange inside, whose bodies are mapped.
   """
-  jaxpr, origins = closed.jaxpr, follower.found
+  jaxpr = closed.jaxpr
+  origins = follower.found
   values = values_in(closed, args)
 
   def run_loop(
