@@ -6,6 +6,7 @@ gathered and compared.
 """
 
 import collections
+import statistics
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -183,11 +184,12 @@ def _checksum(text: str) -> np.uint32:
 
 def differing(held: Sequence[Copy]) -> list[Copy]:
   """Returns one array's copies that differ from most for their block."""
-  counts = collections.Counter((copy.block, copy.digest) for copy in held)
-  usual: dict[str, bytes] = {}
-  # Of equally many, the first in the order of devices.
-  for (block, digest), _ in counts.most_common():
-    usual.setdefault(block, digest)
+  digests = collections.defaultdict(list)
+  for copy in held:
+    digests[copy.block].append(copy.digest)
+  usual = {}
+  for block, found in digests.items():
+    usual[block] = statistics.mode(found)  # of equally many, the first
   return [copy for copy in held if copy.digest != usual[copy.block]]
 
 
