@@ -5,6 +5,7 @@
     rounds   who takes part in a round, and what each worker is answered
     store    lists of messages, and a state, in files of the relay
     link     a worker's connection to the relay
+    states   the state that workers share, as bytes, and who agrees on it
     split    cuts a step at its exchanges
     program  the step of a worker: its parts, and messages between them
 
