@@ -183,7 +183,7 @@ class RemoteProgram:
         with contextlib.suppress(Behind):
           position = self._say_hello(arrays, position)
           self._is_source = False
-          values = self._run_plan(self._current(arrays))
+          values = self._run_in_round(self._current(arrays))
           if self._is_source:
             state = [values[place] for place in self._nexts.values()]
             link.send_state(states.to_bytes(state))
@@ -207,7 +207,7 @@ class RemoteProgram:
     position = link.position
     if link.open >= 0 and position.chain:
       with contextlib.suppress(Behind):
-        return self._run_plan(arrays)
+        return self._run_in_round(arrays)
       link.position = position
     _LOG.warning('%s evaluates alone', self.workers)
 
@@ -313,7 +313,7 @@ class RemoteProgram:
 
   # Messages -------------------------------------------------------------------
 
-  def _run_plan(self, arrays: Sequence[Any]) -> list[Any]:
+  def _run_in_round(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs the step in the round that is open."""
 
     def gather(body: bytes) -> list[bytes]:
