@@ -55,8 +55,9 @@ def follow(
   Args:
     train_step: the workers' step, decorated by `data_parallel` with
       `Workers.remote(address, rank=None, count=...)`.
-    *args: the arguments of the step, or their shapes (`jax.eval_shape`).
-    **kwargs: those by name, such as the batch, whose values are not read.
+    *args: the arguments of the step. What it changes and its batch may be
+      shapes (`jax.eval_shape`).
+    **kwargs: those by name.
 
   Yields:
     A `Followed` for the state, and then for each round: the arguments by

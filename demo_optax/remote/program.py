@@ -97,6 +97,13 @@ class RemoteProgram:
     They may be shapes: the first values are those of a state. Before them are
     the next round, and how many rounds are over that are not applied yet.
     """
+    for number in (*self._given, *self._others):
+      if isinstance(arrays[number], jax.ShapeDtypeStruct):
+        raise ValueError(
+          f'{self.names[number]} must be an array, got its shape alone: no'
+          ' worker sends what a step does not change. Pass the value that the'
+          ' workers have.'
+        )
     self._tag_step(arrays)
     link = self._link
     current = list(arrays)

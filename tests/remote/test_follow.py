@@ -216,6 +216,18 @@ def test_mistakes():
   with pytest.raises(ValueError, match='rank must be the number of a worker'):
     train_step(*args, jnp.ones((4, 24)))
 
+  @demo_optax.data_parallel(follower, batch_argnames='x')
+  def scaled(params, state, x, scale):
+    params, state, *_ = train_step.__wrapped__(params, state, x * scale)
+    return params, state
+
+  x = np.ones((4, 24), np.float32)
+  for shape in ((), (4, 24)):
+    scale = jax.ShapeDtypeStruct(shape, jnp.float32)
+    followed = demo_optax.remote.follow(scaled, *args, x, scale=scale)
+    with pytest.raises(ValueError, match='scale must be an array, got its'):
+      next(followed)
+
 
 # Without arrays ----------------------------------------------------------------
 
