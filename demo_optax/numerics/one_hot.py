@@ -6,8 +6,6 @@ one with ones at its columns. Products are in full precision, so that a value
 times one is that value. Coefficients and values must be finite.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -20,14 +18,13 @@ _COLUMNS = 128
 def take(coefficients: Array, indices: Array) -> Array:
   """Returns the values at the indices, `[chunks, k]`, from `[chunks, n]`."""
   chunks, n = coefficients.shape
-  rows, columns = _one_hot(indices, n)
   num_rows = _num_rows(n)
   padded = plain.pad_to(coefficients, num_rows * _COLUMNS)
   table = padded.reshape(chunks, num_rows, _COLUMNS)
-  rows = jnp.swapaxes(rows, 1, 2)  # [chunks, k, rows]
+  rows = jnp.swapaxes(_in_rows(indices, n), 1, 2)  # [chunks, k, rows]
   # [chunks, k, columns]: the row with each selected coefficient
   of_each = _product(rows.astype(table.dtype), table)
-  selected = jnp.where(columns, of_each, 0)
+  selected = jnp.where(_in_columns(indices), of_each, 0)
   return jnp.sum(selected, axis=2)
 
 
@@ -37,7 +34,8 @@ def spread(
   n: int,
 ) -> Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
-  rows, columns = _one_hot(indices, n)
+  rows = _in_rows(indices, n)
+  columns = _in_columns(indices)
   in_rows = jnp.where(rows, values[:, None], 0)  # [chunks, rows, k]
   table = _product(in_rows, columns.astype(values.dtype))
   flat = table.reshape(len(values), -1)  # [chunks, n, and padding]
@@ -61,7 +59,7 @@ def add_up(
   values = _side_by_side(values)
   indices = _side_by_side(indices)
   ones = jnp.repeat(present.astype(values.dtype), k)
-  _, columns = _one_hot(indices, n)
+  columns = _in_columns(indices)
   # The rows of sums, then those of counts, in one product.
   num_rows = _num_rows(n)
   row = jnp.arange(2 * num_rows, dtype=jnp.int32)[None, :, None]
@@ -86,12 +84,16 @@ def _num_rows(n: int) -> int:
   return -(-n // _COLUMNS)
 
 
-def _one_hot(indices: Array, n: int) -> tuple[Array, Array]:
-  """Returns bool `[chunks, rows, k]` and `[chunks, k, columns]`."""
-  one_hot = functools.partial(jax.nn.one_hot, dtype=bool)
-  rows = one_hot(indices // _COLUMNS, _num_rows(n), axis=1)
-  columns = one_hot(indices % _COLUMNS, _COLUMNS)
-  return rows, columns
+def _in_rows(indices: Array, n: int) -> Array:
+  """Returns which row each index is in, bool `[chunks, rows, k]`."""
+  row = indices // _COLUMNS
+  return jax.nn.one_hot(row, _num_rows(n), dtype=bool, axis=1)
+
+
+def _in_columns(indices: Array) -> Array:
+  """Returns which column each index is in, bool `[chunks, k, columns]`."""
+  column = indices % _COLUMNS
+  return jax.nn.one_hot(column, _COLUMNS, dtype=bool)
 
 
 def _product(x: Array, y: Array) -> Array:

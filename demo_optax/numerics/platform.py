@@ -67,28 +67,38 @@ def num_pieces(pieces: int, elements: int) -> int:
   CPUs take the pieces, each of which fits the caches. TPUs take as few parts as
   fit their memory for vectors. GPUs prefer few large operations.
   """
+  if of() == 'cpu':
+    return pieces
   if of() != 'tpu':
-    return pieces if of() == 'cpu' else 1
+    return 1
   for parts in range(1, pieces):
     if pieces % parts == 0 and elements <= parts * _PART:
       return parts
   return pieces
 
 
-def top_k_tiles(elements: int, n: int, k: int) -> tuple[int, bool]:
-  """Returns the tile size for `top_k_of_tiles`, and whether to count.
+def top_k_tile(elements: int, n: int, k: int) -> int:
+  """Returns the tile size for `top_k_of_tiles`, or 1 for plain `lax.top_k`.
 
-  Size 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
-  takes three to five times as long as counting `n / 8` maxima and `8 k`
-  candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
-  all pairs in a chunk, and tiles within tiles leave few. XLA:TPU has a kernel,
-  and would pad tiles to 128.
+  That of XLA:CPU is single-threaded, and takes three to five times as long as
+  counting `n / 8` maxima and `8 k` candidates in the caches. For few `elements`
+  it compiles faster. XLA:GPU sorts all pairs in a chunk, and tiles within tiles
+  leave few. XLA:TPU has a kernel, and would pad tiles to 128.
   """
-  by_counting = of() == 'cpu'
-  size, share = {'cpu': (8, 32), 'gpu': (4, 8)}.get(of(), (1, n))
+  if of() == 'cpu':
+    size, share = 8, 32
+  elif of() == 'gpu':
+    size, share = 4, 8
+  else:
+    return 1
   if elements <= _SMALL or n % size or n < share * k:
-    return 1, by_counting
-  return size, by_counting
+    return 1
+  return size
+
+
+def counts_top_k() -> bool:
+  """Returns whether tiles are found by counting, on CPUs, or by sorting."""
+  return of() == 'cpu'
 
 
 def chunks_in_lanes(chunks: int) -> bool:

@@ -17,10 +17,9 @@ def is_key_array(x: object) -> bool:
   return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def is_legacy_key(x: object) -> bool:
+def is_legacy_key(x: jax.ShapeDtypeStruct) -> bool:
   """Returns whether `x` has the type of a legacy key, `uint32[2]`."""
-  dtype, shape = getattr(x, 'dtype', None), getattr(x, 'shape', None)
-  return dtype == np.uint32 and shape == (2,)
+  return x.dtype == np.uint32 and x.shape == (2,)
 
 
 def words(x: Any) -> Any:
@@ -40,7 +39,8 @@ def fold(key: Array, index: Array) -> Array:
 
   def one(key: Array) -> Array:
     # fold_in(key, i) alone equals split(key, n)[i], which users may hold.
-    return jax.random.fold_in(jax.random.fold_in(key, _WORKERS), index)
+    of_workers = jax.random.fold_in(key, _WORKERS)
+    return jax.random.fold_in(of_workers, index)
 
   for _ in key.shape:
     one = jax.vmap(one)

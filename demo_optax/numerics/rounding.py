@@ -19,7 +19,8 @@ def mul_no_fma(
   Selects do not prevent this, and optimization barriers are removed too early.
   An XOR with bits that the compiler cannot know to be zero does.
   """
-  return hidden(jnp.asarray(weight, x.dtype) * x, x)
+  product = jnp.asarray(weight, x.dtype) * x
+  return hidden(product, x)
 
 
 def hidden(x: Array, like: Array) -> Array:
@@ -36,12 +37,13 @@ def after(x: Array, never: Array) -> Array:
   Where it is true, the last bit of `x` flips.
   """
   bits = bits_of(x)
-  return lax.bitcast_convert_type(bits ^ never.astype(bits.dtype), x.dtype)
+  flipped = bits ^ never.astype(bits.dtype)
+  return lax.bitcast_convert_type(flipped, x.dtype)
 
 
 def bits_of(x: Array) -> Array:
   """Returns the bits of float32 or float64, as integers."""
-  integers = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
+  integers = f'int{8 * x.dtype.itemsize}'
   return lax.bitcast_convert_type(x, integers)
 
 
@@ -55,8 +57,10 @@ def share(
   Compilers divide by a number that they know in one program, and multiply by
   its reciprocal in another.
   """
-  total = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
-  return hidden(jnp.asarray(part, dtype) / total, total)
+  total = jnp.where(total > 0, total, jnp.ones_like(total))
+  total = total.astype(dtype)
+  quotient = jnp.asarray(part, dtype) / total
+  return hidden(quotient, total)
 
 
 def exact_reciprocal(
@@ -68,5 +72,6 @@ def exact_reciprocal(
 
   Looked up, since compilers divide in one program and multiply in another.
   """
-  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
-  return jnp.asarray(inverse, dtype)[count]
+  counts = np.arange(most + 1)
+  inverses = 1.0 / np.maximum(counts, 1)
+  return jnp.asarray(inverses, dtype)[count]

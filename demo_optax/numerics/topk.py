@@ -30,18 +30,17 @@ def top_k(coefficients: Array, k: int) -> Array:
   Array([[1, 3]], dtype=int32)
   """
   n = coefficients.shape[1]
-  size, by_counting = platform.top_k_tiles(coefficients.size, n, k)
-  if size == 1:
-    _, places = lax.top_k(jnp.abs(coefficients), k)
-    return jnp.sort(places.astype(jnp.int32))
-  return top_k_of_tiles(coefficients, k, size, by_counting)
+  size = platform.top_k_tile(coefficients.size, n, k)
+  if size > 1:
+    return top_k_of_tiles(coefficients, k, size)
+  _, places = lax.top_k(jnp.abs(coefficients), k)
+  return jnp.sort(places.astype(jnp.int32))
 
 
 def top_k_of_tiles(
   coefficients: Array,
   k: int,
   size: int,
-  by_counting: bool,
 ) -> Array:
   """As `top_k`, within the `k` tiles with the largest maxima.
 
@@ -51,29 +50,32 @@ def top_k_of_tiles(
   a power of two that divides `n`; `k` at most `n / size`.
   """
   chunks, n = coefficients.shape
-  tiles = coefficients.reshape(chunks, n // size, size)
-  largest = _largest if by_counting else top_k  # in tiles again
-  if by_counting:  # CPUs reduce a short axis slowly
+  num_tiles = n // size
+  tiles = coefficients.reshape(chunks, num_tiles, size)
+  if platform.counts_top_k():
+    largest = _largest
     maxima = jnp.abs(coefficients)
-    while maxima.shape[1] > n // size:
+    while maxima.shape[1] > num_tiles:  # CPUs reduce a short axis slowly
       maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   else:
+    largest = top_k  # in tiles again
     maxima = jnp.max(jnp.abs(tiles), axis=2)
-  chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
+  # [chunks, k], ascending: of equals the first must be chosen
+  chosen = largest(maxima, k)
   candidates = packing.take(tiles, chosen)  # [chunks, k, size]
   candidates = candidates.reshape(chunks, k * size)
-  places = largest(jnp.abs(candidates), k)
+  places = largest(candidates, k)
   tile = packing.take(chosen, places // size)
   return tile * size + places % size
 
 
 def _largest(
-  magnitudes: Array,
+  coefficients: Array,
   k: int,
 ) -> Array:
-  """Returns where the `k` largest are, ascending; among equals the first."""
-  n = magnitudes.shape[1]
-  keys = bits_of(magnitudes)  # sort like the magnitudes: none is negative
+  """As `top_k`, without a sort."""
+  n = coefficients.shape[1]
+  keys = bits_of(jnp.abs(coefficients))  # sort like the magnitudes
   bits = jnp.iinfo(keys.dtype).bits - 1
   threshold = _kth_largest(keys, k, bits)
   # All above the threshold, and the first of those equal to it: exactly k.
@@ -169,15 +171,16 @@ def merge(
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
     else:
-      mean = mul_no_fma(exact_reciprocal(everyone, workers, dtype), total)
+      of_each = exact_reciprocal(everyone, workers, dtype)
+      mean = mul_no_fma(of_each, total)
     mean = platform.laid_out(mean, in_lanes=True)
     mean = mean.reshape(len(mean), -1)  # [chunks, n, and padding]
     return mean[:, :n], distinct
 
   counted = present[:, None, None]
   if weights is not None:
-    weights = jnp.where(present, weights.astype(dtype), 0)
-    weights = jnp.broadcast_to(weights[:, None, None], values.shape)
+    weights = weights.astype(dtype)[:, None, None]
+    weights = jnp.where(counted, weights, 0)
 
   def shares_of(indices: Array | None) -> Array:
     """Returns shares in each coefficient, or without indices in all."""
@@ -214,12 +217,13 @@ def _add_in_turn(
   places = jnp.arange(n, dtype=jnp.int32)[None]
 
   def add_worker(worker: Array, total: Array) -> Array:
+    added = values[worker]  # [chunks, k]
     if indices is None:
-      return subtract(total, None, -values[worker])
+      return total + added
     own = indices[worker]
     if platform.by_comparison(workers, k):
-      return total + jnp.where(own == places, values[worker], 0)
-    return subtract(total, own, -values[worker])
+      return total + jnp.where(own == places, added, 0)
+    return subtract(total, own, -added)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
@@ -232,14 +236,15 @@ def _weighted_shares(
   weights: Array,
   n: int,
 ) -> Array:
-  """Returns shares of `weights [workers, chunks, k]` in those of all senders.
+  """Returns shares of `weights [workers, 1, 1]` in those of all senders.
 
   Without indices every worker has sent every value.
   """
   if indices is None:
-    total = _add_in_turn(None, weights, weights.shape[2])[None]
+    total = _add_in_turn(None, weights, 1)[None]  # [1, 1, 1]
   else:
-    dense = _add_in_turn(indices, weights, n)  # [chunks, n]
+    of_values = jnp.broadcast_to(weights, indices.shape)
+    dense = _add_in_turn(indices, of_values, n)  # [chunks, n]
     take_all = vmap(take, in_axes=(None, 0))
     total = take_all(dense, indices)  # [workers, chunks, k]
   return share(weights, total, weights.dtype)
@@ -253,8 +258,9 @@ def _count_senders(
   """Returns how many of the `counted` sent each of `indices`, int32."""
   workers, chunks, k = indices.shape
   if platform.count_by_comparison(workers * k):
+    by_chunk = jnp.swapaxes(indices, 0, 1)
+    places = by_chunk.reshape(chunks, workers * k)
     # All pairs, [chunks, workers * k, workers * k].
-    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
     same = places[:, :, None] == places[:, None]
     of_each = jnp.broadcast_to(counted, (workers, 1, k))
     same &= of_each.reshape(1, 1, -1)

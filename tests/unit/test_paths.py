@@ -27,9 +27,7 @@ def take(way, monkeypatch):
   monkeypatch.setattr(paths, 'PIECE', 1024)
   monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
   monkeypatch.setattr(
-    paths,
-    'top_k_tiles',
-    lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True),
+    paths, 'top_k_tile', lambda _, n, k: 8 if fast and n % 8 == 0 else 1
   )
 
 
@@ -84,10 +82,10 @@ def test_parts_of_a_bucket(name, pieces, elements, parts):
 
 # Selections and their means -----------------------------------------------------
 
-OF_TILES = jax.jit(selection.top_k_of_tiles, static_argnums=(1, 2, 3))
+OF_TILES = jax.jit(selection.top_k_of_tiles, static_argnums=(1, 2))
 TOP_K = jax.jit(lambda c, k, _: selection.top_k(c, k), static_argnums=(1, 2))
 FORMS = [
-  lambda c, k, size: OF_TILES(c, k, size, True),
+  OF_TILES,
   TOP_K,
   paths.running_on('gpu')(
     jax.jit(lambda *x: TOP_K.__wrapped__(*x), static_argnums=(1, 2))
