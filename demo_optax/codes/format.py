@@ -103,7 +103,8 @@ class ChunkFormat:
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
     code = self.index_code
     if code is None:
-      return None, values, jnp.all(good, axis=(1, 2))
+      valid = jnp.all(good, axis=(1, 2))
+      return None, values, valid
     indices = code.decode(data[:, end:], chunks)
     # Each index beside the one before it, the first beside -1.
     edge = (0, 0), (0, 0), (1, 0)
@@ -114,5 +115,6 @@ class ChunkFormat:
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    indices = jnp.where(valid[:, None, None], indices, first)
+    is_valid = valid[:, None, None]  # bool [workers, 1, 1]
+    indices = jnp.where(is_valid, indices, first)
     return indices, values, valid

@@ -76,9 +76,10 @@ class IndexCode(Code):
     if not self._rest_bits:
       return lows
     ones = numbers[-1]  # [..., chunks, size]
-    rows = ones.reshape(-1, self._rest_bits)
+    *lead, size = ones.shape
+    rows = ones.reshape(-1, size)
     places = packing.places_of_ones(rows == 1, self.k)
-    places = places.reshape(*ones.shape[:-1], self.k)
+    places = places.reshape(*lead, self.k)
     if not self.low:
       return places
     rest = places - order_of(places)
@@ -109,13 +110,15 @@ def index_width(n: int) -> int:
 
 def order_of(indices: Array) -> Array:
   """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
-  order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
+  k = indices.shape[-1]
+  order = jnp.arange(k, dtype=jnp.int32)
   return lax.broadcast_to_rank(order, indices.ndim)
 
 
 def _ones_at(places: Array, size: int) -> Array:
   """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
-  rows = places.reshape(-1, places.shape[-1])  # [rows, k]
+  *lead, k = places.shape
+  rows = places.reshape(-1, k)  # [rows, k]
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
   # Each place is written once, so in any order.
   ones = zeros.at[packing.row_numbers(rows), rows].set(
@@ -125,4 +128,4 @@ def _ones_at(places: Array, size: int) -> Array:
     mode='promise_in_bounds',
     wrap_negative_indices=False,
   )
-  return ones.reshape(*places.shape[:-1], size)
+  return ones.reshape(*lead, size)

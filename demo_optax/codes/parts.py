@@ -57,6 +57,7 @@ class Code:
     chunks: int,
   ) -> list[Array]:
     """Undoes `pack`; returns uint32 arrays."""
+    lead = data.shape[:-1]
     numbers = []
     start = 0
     for count, width in self.parts:
@@ -64,11 +65,12 @@ class Code:
       part = data[..., start:end]
       if width < 32:
         part = packing.unpack_bits(part, chunks * count, width)
-      numbers.append(part.reshape(*data.shape[:-1], chunks, count))
+      numbers.append(part.reshape(*lead, chunks, count))
       start = end
     return numbers
 
 
 def as_row(x: Array) -> Array:
   """Returns `[..., chunks, count]` as uint32 `[..., chunks * count]`."""
-  return x.reshape(*x.shape[:-2], -1).astype(jnp.uint32)
+  row = x.reshape(*x.shape[:-2], -1)
+  return row.astype(jnp.uint32)

@@ -92,15 +92,15 @@ class Scaled(ValueCode):
     return (self.k, self.width), (1, 16)
 
   def encode(self, values: Array) -> tuple[Array, Array]:
-    levels, scales = self._quantise(_without_subnormals(values))
+    values = _without_subnormals(values)
+    levels, scales = self._quantise(values)
     levels = levels.astype(jnp.int32)  # no -0
     from_zero = (levels + self.limit).astype(jnp.uint32)
     numbers = from_zero // self.spacing
     # The upper halves of float32 are bfloat16.
     halves = lax.bitcast_convert_type(scales, jnp.uint32) >> 16
     data = self.pack(numbers, halves)
-    sent = levels.astype(values.dtype) * scales.astype(values.dtype)
-    return data, sent
+    return data, self._products(levels, scales)
 
   def decode(
     self,
@@ -113,6 +113,14 @@ class Scaled(ValueCode):
     levels = from_zero - self.limit
     scales = lax.bitcast_convert_type(halves << 16, jnp.float32)
     scales = _without_subnormals(scales)
+    return self._products(levels, scales)
+
+  def _products(
+    self,
+    levels: Array,
+    scales: Array,
+  ) -> Array:
+    """Returns the values that these levels and scales say."""
     return levels.astype(self.dtype) * scales.astype(self.dtype)
 
   def _quantise(self, values: Array) -> tuple[Array, Array]:
@@ -121,10 +129,13 @@ class Scaled(ValueCode):
     The largest magnitude becomes `limit`.
     """
     limit = self.limit
-    largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-    scales = _round(largest.astype(jnp.float32) * np.float32(1 / limit))
+    magnitudes = jnp.abs(values)
+    largest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    spread = largest.astype(jnp.float32) * np.float32(1 / limit)
+    scales = _round(spread)
     inverse = jnp.where(scales > 0, 1 / scales, 0)
-    levels = jnp.round(values * inverse.astype(values.dtype))
+    inverse = inverse.astype(values.dtype)
+    levels = jnp.round(values * inverse)
     # The scale may have been rounded down.
     levels = jnp.clip(levels, -limit, limit)
     return levels, scales
@@ -153,7 +164,8 @@ class Sign(Scaled):
 
   def _quantise(self, values: Array) -> tuple[Array, Array]:
     signs = jnp.where(values >= 0, jnp.ones_like(values), -1)
-    return signs, _round(_mean_magnitude(values))
+    scales = _round(_mean_magnitude(values))
+    return signs, scales
 
 
 class Ternary(ValueCode):
@@ -171,8 +183,8 @@ class Ternary(ValueCode):
     above = (values > 0).astype(jnp.int8)
     below = (values < 0).astype(jnp.int8)
     signs = above - below
-    # [..., chunks * k, and padding]
-    digits = plain.pad_to(as_row(signs + 1), size * _PER_WORD)
+    digits = as_row(signs + 1)  # [..., chunks * k]
+    digits = plain.pad_to(digits, size * _PER_WORD)
     digits = digits.reshape(*lead, _PER_WORD, size)
     powers = lax.broadcast_to_rank(_POWERS, digits.ndim)  # [..., 20, 1]
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
