@@ -35,7 +35,7 @@ def train(
   side: int, topk: int, values: str, steps: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
   """Yields momentum, gradient, residual of a chunk; DCT `[2, side, side]`."""
-  grid = chunks.chunk_grid((side, side), side)
+  grid = chunks.chunk_grid((side, side), (side, side))
   config = GPTConfig(width=64, layers=1, heads=2)
   workers = demo_optax.Workers.simulated(2)
   graphdef, params = nnx.split(GPT(config, nnx.Rngs(0)))
@@ -95,7 +95,7 @@ def one_step(side: int, topk: int) -> tuple[np.ndarray, ...]:
   update = np.sign(
     chunks.from_coefficients(
       mean.reshape(1, -1).astype(np.float32),
-      chunks.chunk_grid((side, side), side),
+      chunks.chunk_grid((side, side), (side, side)),
       Dct(),
     )
   )

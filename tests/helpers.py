@@ -137,8 +137,7 @@ def with_momentum(state, moments):
   layout, own, made = state.layout.layout, state.worker_stacked, {}
   for number, bucket in enumerate(layout.buckets):
     given = {}
-    for member in layout.members(number):
-      leaf = layout.leaves[member]
+    for member, leaf in layout.members(number).items():
       given[member] = encode(moments[leaf.name], coding_of(leaf))
     like = own.momentum[bucket.name]
     made[bucket.name] = fill_bucket(layout, number, given, like)

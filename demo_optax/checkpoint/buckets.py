@@ -27,7 +27,6 @@ from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers import Spec, Workers, lift
-from demo_optax.workers.collectives import join_devices
 from demo_optax.workers.param_specs import entry, keep
 
 Shape = jax.ShapeDtypeStruct
@@ -103,8 +102,8 @@ def cut_bucket(
   `jax.ShapeDtypeStruct`, for shapes.
   """
   shapes, shardings = {}, {}
-  for member in layout.members(number):
-    shapes[member] = _leaf_like(layout.leaves[member], array)
+  for member, leaf in layout.members(number).items():
+    shapes[member] = _leaf_like(leaf, array)
     shardings[member] = shapes[member].sharding
   if isinstance(array, Shape):
     return shapes
@@ -145,13 +144,11 @@ def _leaves_of(
   workers, specs = _workers_and_specs(layout, number, len(array))
 
   def one_device(rows: Array) -> dict[int, Array]:
-    own_chunks = rows.reshape(bucket.shape)[: bucket.num_chunks]
-    # [chunks of all devices with these shards, n]
-    chunks = join_devices(own_chunks, bucket.split_axes)
+    own = rows.reshape(bucket.shape)
     coefficients = {}
-    for member, leaf_chunks in layout.split(number, chunks).items():
+    for member, chunks in layout.split(number, own).items():
       shape = layout.leaves[member].grid.coefficients_shape
-      coefficients[member] = leaf_chunks.reshape(shape)
+      coefficients[member] = chunks.reshape(shape)
     return coefficients
 
   in_specs = (workers.bucket_spec,)
@@ -165,14 +162,11 @@ def _bucket_of(
   number: int,
 ) -> Array:
   """Undoes `_leaves_of`."""
-  bucket = layout.buckets[number]
   first, *_ = coefficients.values()
   workers, specs = _workers_and_specs(layout, number, len(first))
 
   def one_device(own: Mapping[int, Array]) -> Array:
-    # [chunks of all devices with these shards, n]
-    chunks = layout.join(number, own, bucket.all_chunks)
-    rows = bucket.of_device(chunks)
+    rows = layout.join(number, own)
     # [rows, n], or [1, rows, n] as one of several devices
     return rows[None] if layout.axis_sizes else rows
 
@@ -188,7 +182,7 @@ def _workers_and_specs(
 ) -> tuple[Workers, dict[int, Spec]]:
   """Returns simulated workers, and how they spread a bucket's leaves."""
   specs = {}
-  for member in layout.members(number):
-    specs[member] = Spec(True, layout.leaves[member].sharding.spec)
+  for member, leaf in layout.members(number).items():
+    specs[member] = Spec(True, leaf.sharding.spec)
   workers = Workers.simulated(count, None, dict(layout.axis_sizes))
   return workers, specs

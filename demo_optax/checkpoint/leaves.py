@@ -181,8 +181,7 @@ def from_leaves(
       if not bucket.error_feedback:
         continue
       coefficients = {}
-      for member in layout.members(number):
-        leaf = layout.leaves[member]
+      for member, leaf in layout.members(number).items():
         codings = _codings(records[leaf.name], leaf, layout)
         coefficients[member] = converted((*momentum, *leaf.keys), codings)
       keys = *momentum, bucket.name

@@ -12,6 +12,7 @@ one device, and no chunk spans two devices.
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -68,8 +69,8 @@ class ChunkGrid:
     """Shape after folding, of what chunks have in one step."""
     sizes = [*self.folded]
     if sizes:
-      rows = max(len(sizes) - 2, 0)
-      sizes[rows] = -(-sizes[rows] // self.period)
+      dim = max(len(sizes) - 2, 0)  # of the rows
+      sizes[dim] = -(-sizes[dim] // self.period)
     return tuple(sizes)
 
   @property
@@ -151,11 +152,9 @@ def folds(
   batch_dims: int = 0,
 ) -> list[Fold | None]:
   """Returns all folds, and None, which leaves an array as it is."""
-  all_folds: list[Fold | None] = [None]
-  for rows_from in range(batch_dims, ndim - 2):
-    for cols_from in range(rows_from + 1, ndim):
-      all_folds.append((rows_from, cols_from))
-  return all_folds
+  dims = range(batch_dims, ndim)
+  pairs = [*itertools.combinations(dims, 2)]
+  return [None, *pairs[:-1]]  # the last pair folds nothing
 
 
 def chunk_length(
@@ -176,14 +175,17 @@ def chunk_length(
   1
   """
   if padding:
-    return -(-size // -(-size // chunk_size))
-  lengths = range(1, min(size, chunk_size) + 1)
-  return max(length for length in lengths if size % length == 0)
+    count = -(-size // chunk_size)
+    return -(-size // count)
+  length = min(size, chunk_size)
+  while size % length:
+    length -= 1
+  return length
 
 
 def chunk_grid(
   shape: tuple[int, ...],
-  chunk_size: int | tuple[int, int],
+  sides: tuple[int, int],
   *,
   padding: bool = True,
   fold: Fold | None = None,
@@ -191,14 +193,13 @@ def chunk_grid(
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two folded dimensions.
 
-  `chunk_size` is the longest chunk side, or the longest sides along the last
-  two dimensions (for a vector the second).
+  `sides` are the longest of a chunk along them; a vector has the second.
   """
-  sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   uncut = ChunkGrid(shape, (), fold=fold, period=period)
   sizes = uncut.taken
   lengths = [1] * len(sizes)
-  for dim in range(-min(2, len(sizes)), 0):
+  num_cut = min(2, len(sizes))
+  for dim in range(-num_cut, 0):
     lengths[dim] = chunk_length(sizes[dim], sides[dim], padding=padding)
   return dataclasses.replace(uncut, lengths=tuple(lengths))
 
@@ -245,7 +246,8 @@ def from_chunks(
   padded = [size + end for size, end in zip(grid.taken, grid.ends)]
   array = blocks.reshape(padded)
   if any(grid.ends):
-    array = array[tuple(map(slice, grid.taken))]
+    kept = map(slice, grid.taken)
+    array = array[tuple(kept)]
   if grid.period > 1:
     array = _put_turns(array, grid, step)
   return array.reshape(grid.shape)
@@ -381,9 +383,9 @@ def _matrix(
 
 def _apply(x: Array, matrix: np.ndarray) -> Array:
   """Returns `x @ matrix` for `x [chunks, rows, length]`, in full precision."""
-  if np.array_equal(matrix, np.eye(len(matrix))):
-    return x
   chunks, rows, length = x.shape
+  if length == 1:
+    return x
   least = -(-_MIN_ROWS // rows)
   if chunks < least:
     x = plain.pad_to(x, least, axis=0)

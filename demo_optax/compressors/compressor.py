@@ -63,7 +63,7 @@ class Compressor:
   period: int = 1
 
   def __post_init__(self) -> None:
-    _check_sides(self.chunk_size)
+    _sides_of(self.chunk_size)
     _checks.check_choice('values', self.values, VALUES)
     _checks.check_positive('period', self.period)
 
@@ -88,6 +88,7 @@ class Compressor:
     """
     # A proportional `k` would favour small chunks, which cost little more and
     # have fewer coefficients to select from.
+    sides = _sides_of(self.chunk_size)
     full_k = self.select
     if isinstance(full_k, selectors.TopK):
       full_k = dataclasses.replace(full_k, per=None)
@@ -95,7 +96,7 @@ class Compressor:
     for fold in chunking.folds(len(shape), self.batch_dims):
       grid = chunking.chunk_grid(
         shape,
-        self.chunk_size,
+        sides,
         padding=self.padding,
         fold=fold,
         period=self.period,
@@ -248,7 +249,7 @@ def dct_topk(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1.
   """
-  full_chunk = math.prod(_check_sides(chunk_size))
+  full_chunk = math.prod(_sides_of(chunk_size))
   select = selectors.TopK(topk, full_chunk if proportional else None)
   return Compressor(select, bases.Dct(), chunk_size, values, padding)
 
@@ -293,9 +294,10 @@ def full() -> Compressor:
   return Compressor(selectors.Striding(1.0), bases.Identity())
 
 
-def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
+def _sides_of(chunk_size: int | tuple[int, int]) -> tuple[int, int]:
+  """Returns the longest sides of a chunk; raises unless there are two."""
   if not isinstance(chunk_size, tuple):
-    chunk_size = (chunk_size,) * 2
+    chunk_size = chunk_size, chunk_size
   if len(chunk_size) != 2:
     raise ValueError(
       'chunk_size must be one number, or two for the last two dimensions, got'

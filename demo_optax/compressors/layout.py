@@ -8,6 +8,7 @@ compressors alone, and is made when a step is traced. Its digest is kept in the
 state, so that renamed or reordered leaves never take each other's momentum.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -26,6 +27,7 @@ from jax import Array, lax
 
 from demo_optax import _tree
 from demo_optax._paths import Keys, dotted, path_keys
+from demo_optax.codes import index_codes
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
@@ -39,6 +41,7 @@ from demo_optax.compressors.compressor import (
 )
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import plain, platform
+from demo_optax.workers.collectives import join_devices
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
@@ -65,34 +68,28 @@ class Bucket:
   dense: bool
   split_axes: tuple[str, ...]
   num_devices: int
-  size: int  # chunks of all its leaves; elements, if dense
+  size: int  # chunks of all its leaves
   error_feedback: bool = True  # whether momentum keeps what is not sent
 
   @property
   def num_chunks(self) -> int:
     """Chunks that one device sends."""
-    rows = self.size
-    if self.dense:
-      rows = -(-rows // self.format.n)
-    return -(-rows // self.num_devices)
-
-  @property
-  def all_chunks(self) -> int:
-    """Chunks that all devices along `split_axes` send."""
-    return self.num_chunks * self.num_devices
+    return -(-self.size // self.num_devices)
 
   @property
   def pieces(self) -> int:
     """Number of equal pieces on all platforms; CPUs take one at a time."""
     if self.dense:
       return 1
-    return -(-self.num_chunks * self.format.n // platform.PIECE)
+    elements = self.num_chunks * self.format.n
+    return -(-elements // platform.PIECE)
 
   @property
   def rows(self) -> int:
     """Rows of the array: chunks, and padding up to whole pieces."""
     # A last piece that overlapped the one before would decay chunks twice.
-    return -(-self.num_chunks // self.pieces) * self.pieces
+    of_piece = -(-self.num_chunks // self.pieces)
+    return of_piece * self.pieces
 
   @property
   def shape(self) -> tuple[int, int]:
@@ -104,44 +101,28 @@ class Bucket:
     """Shape of what leaf sizes and offsets count: chunks, or elements."""
     return () if self.dense else (self.format.n,)
 
-  @property
-  def num_sent(self) -> int:
-    """How many values one device sends."""
-    return self.num_chunks * self.format.k
-
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket that one among several owners has."""
-    return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
+    num_devices = self.num_devices * num_owners
+    return dataclasses.replace(self, num_devices=num_devices)
 
-  def of_device(self, x: Array) -> Array:
-    """Cuts `[num_devices * num_chunks, ...]` to the `rows` of this device.
 
-    Called where `split_axes` are mapped.
-    """
-    if self.split_axes:
-      start = lax.axis_index(self.split_axes) * self.num_chunks
-      x = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
-    return plain.pad_to(x, self.rows, axis=0)
+def with_rows(
+  x: Array,
+  rows: int,
+) -> Array:
+  """Cuts or fills `[..., chunks, k]` to a number of rows.
 
-  def with_rows(
-    self,
-    x: Array,
-    rows: int,
-  ) -> Array:
-    """Cuts or fills `[..., chunks, k]` to a number of rows.
-
-    Those that fill it have zeros, or the indices 0 to k - 1.
-    """
-    *lead, chunks, k = x.shape
-    if rows <= chunks:
-      return x[..., :rows, :]
-    row = jnp.zeros_like(x, shape=(k,))
-    if jnp.issubdtype(x.dtype, jnp.integer):
-      row = jnp.arange(k, dtype=x.dtype)
-    row = lax.broadcast_to_rank(row, x.ndim)
-    missing = rows - chunks
-    filling = jnp.broadcast_to(row, (*lead, missing, k))
-    return jnp.concatenate([x, filling], axis=-2)
+  Those that fill it have zeros, or the indices 0 to k - 1.
+  """
+  *lead, chunks, k = x.shape
+  if rows <= chunks:
+    return x[..., :rows, :]
+  missing = rows - chunks
+  filling = jnp.zeros_like(x, shape=(*lead, missing, k))
+  if x.dtype == jnp.int32:
+    filling += index_codes.order_of(filling)
+  return jnp.concatenate([x, filling], axis=-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,10 +213,10 @@ class Layout:
     return f'Layout({digest}, {len(self.leaves)} leaves: {names} ...)'
 
   @functools.cached_property
-  def compressed(self) -> tuple[int, ...]:
-    """Leaves in buckets, by number."""
+  def exchanged(self) -> tuple[int, ...]:
+    """Leaves in buckets, and those that are averaged, by number."""
     leaves = enumerate(self.leaves)
-    return tuple(member for member, leaf in leaves if leaf.bucket >= 0)
+    return tuple(member for member, leaf in leaves if not leaf.is_frozen)
 
   @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
@@ -247,12 +228,14 @@ class Layout:
   def digest(self) -> np.ndarray:
     """Returns uint32 `[4]`, equal if all leaves have equal places."""
     places = []
-    for member in self.compressed:
-      # The bucket has what is read of the compressor.
-      places.append(dataclasses.replace(self.leaves[member], compressor=None))
+    for leaf in self.leaves:
+      if leaf.bucket >= 0:
+        # The bucket has what is read of the compressor.
+        places.append(dataclasses.replace(leaf, compressor=None))
     split_axes = [bucket.split_axes for bucket in self.buckets]
-    text = repr((places, split_axes)).encode()
-    return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
+    text = repr((places, split_axes))
+    digest = hashlib.sha256(text.encode()).digest()
+    return np.frombuffer(digest[:16], np.uint32)
 
   @functools.cached_property
   def records(self) -> dict[str, Record]:
@@ -264,49 +247,59 @@ class Layout:
     """Describes the leaves by name, in words."""
     return {name: in_words(record) for name, record in self.records.items()}
 
-  def members(self, number: int) -> list[int]:
+  def members(self, number: int) -> dict[int, Leaf]:
     """Returns a bucket's leaves, by number, in their order there."""
-    return [
-      member
-      for member in self.compressed
-      if self.leaves[member].bucket == number
-    ]
+    leaves = enumerate(self.leaves)
+    return {member: leaf for member, leaf in leaves if leaf.bucket == number}
 
-  def _starts(self, number: int, step: Numeric) -> Sequence[Numeric]:
+  def _starts(
+    self,
+    number: int,
+    step: Numeric,
+  ) -> Sequence[Numeric]:
     """Returns where a bucket's leaves begin.
 
     With the `step` of a program, leaves of one shape share kernels on CPUs.
     """
-    offsets = [self.leaves[member].offset for member in self.members(number)]
+    leaves = self.members(number).values()
+    offsets = [leaf.offset for leaf in leaves]
     return plain.unknown(offsets, step)
 
   def join(
     self,
     number: int,
     chunks: Mapping[int, Array],
-    rows: int,
     step: Numeric = 0,
   ) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
 
-    Each leaf has `[chunks, n]`, a dense one `[1, elements]`. Rows after the
-    last leaf are zeros.
+    Each leaf has `[chunks, n]`, a dense one `[1, elements]`. Called where
+    `split_axes` are mapped: returns the rows of this device.
     """
     bucket = self.buckets[number]
+    rows = bucket.rows
+    if bucket.split_axes:  # those of all devices
+      rows = bucket.num_chunks * bucket.num_devices
     # [chunks, n] per leaf, or [elements] if dense
     parts = []
     for member in self.members(number):
       parts.append(chunks[member].reshape(-1, *bucket.unit))
-    length = rows * bucket.format.n // math.prod(bucket.unit)
+    n = bucket.format.n
+    length = rows * n // math.prod(bucket.unit)
+    zeros = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
     if length == len(parts[0]) or platform.concatenates(bucket.sides[0]):
-      missing = length - sum(map(len, parts))
-      padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
-      joined = jnp.concatenate([*parts, padding])
+      end = sum(map(len, parts))
+      joined = jnp.concatenate([*parts, zeros[end:]])
     else:
-      joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
+      joined = zeros
       for part, start in zip(parts, self._starts(number, step)):
         joined = plain.put(joined, part, start)
-    return joined.reshape(rows, bucket.format.n)
+    joined = joined.reshape(rows, n)
+    if not bucket.split_axes:
+      return joined
+    start = lax.axis_index(bucket.split_axes) * bucket.num_chunks
+    own = lax.dynamic_slice_in_dim(joined, start, bucket.num_chunks)
+    return plain.pad_to(own, bucket.rows, axis=0)
 
   def split(
     self,
@@ -314,14 +307,19 @@ class Layout:
     rows: Array,
     step: Numeric = 0,
   ) -> dict[int, Array]:
-    """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
+    """Undoes `join`, by the rows of all devices: returns chunks by leaf."""
+    bucket = self.buckets[number]
+    if bucket.split_axes:
+      own = rows[: bucket.num_chunks]
+      rows = join_devices(own, bucket.split_axes)
     # [chunks, n], or [elements] if dense
-    units = rows.reshape(-1, *self.buckets[number].unit)
+    units = rows.reshape(-1, *bucket.unit)
+    members = self.members(number)
+    starts = self._starts(number, step)
     chunks = {}
-    for member, start in zip(self.members(number), self._starts(number, step)):
-      grid = self.leaves[member].grid
-      own = lax.dynamic_slice_in_dim(units, start, grid.size)
-      chunks[member] = own.reshape(-1, grid.chunk_size)
+    for (member, leaf), start in zip(members.items(), starts):
+      own = lax.dynamic_slice_in_dim(units, start, leaf.grid.size)
+      chunks[member] = own.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
   def fill(
@@ -330,17 +328,13 @@ class Layout:
     shards: Mapping[int, Array],
     step: Numeric,
   ) -> Array:
-    """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`."""
+    """Cuts one shard per leaf into chunks, and joins these to `[rows, n]`."""
     bucket = self.buckets[number]
     chunks = {}
-    for member in self.members(number):
-      grid = self.leaves[member].grid
+    for member, leaf in self.members(number).items():
       shard = shards[member].astype(bucket.format.dtype)
-      chunks[member] = chunking.to_chunks(shard, grid, step)
-    if bucket.num_devices == 1:
-      return self.join(number, chunks, bucket.rows, step)
-    of_all = self.join(number, chunks, bucket.all_chunks, step)
-    return bucket.of_device(of_all)
+      chunks[member] = chunking.to_chunks(shard, leaf.grid, step)
+    return self.join(number, chunks, step)
 
   def cut(
     self,
@@ -348,7 +342,7 @@ class Layout:
     rows: Array,
     step: Numeric,
   ) -> dict[int, Array]:
-    """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
+    """Undoes `fill`: returns shards by leaf."""
     shards = {}
     for member, chunks in self.split(number, rows, step).items():
       grid = self.leaves[member].grid
@@ -366,8 +360,10 @@ def make_layout(
   flat, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
-  # The size so far of each bucket, which has no name yet.
-  sizes: dict[Bucket, int] = {}
+  # Of buckets, which have no name and no size yet.
+  numbers: dict[Bucket, int] = {}
+  # What is in a bucket so far: chunks; elements, if dense.
+  sizes: dict[int, int] = collections.defaultdict(int)
   for (path, param), chosen in zip(flat, per_leaf(compressor, params)):
     shape = np.shape(param)
     dtype = _tree.momentum_dtype(path, param)
@@ -380,18 +376,18 @@ def make_layout(
       for axis in sharding.axes:
         del split[axis]
       empty = _empty_bucket(chosen, chunks, split)
-      offset = sizes.get(empty, 0)
-      sizes[empty] = offset + chunks.grid.size
+      number = numbers.setdefault(empty, len(numbers))
       leaf = dataclasses.replace(
         leaf,
         chunks=chunks,
-        bucket=list(sizes).index(empty),
-        offset=offset,
+        bucket=number,
+        offset=sizes[number],
       )
+      sizes[number] += chunks.grid.size
     leaves.append(leaf)
   buckets = []
-  for number, (empty, size) in enumerate(sizes.items()):
-    buckets.append(_fit(empty, number, size))
+  for empty, number in numbers.items():
+    buckets.append(_fit(empty, number, sizes[number]))
   return Layout(tuple(leaves), tuple(buckets), axis_sizes)
 
 
@@ -434,6 +430,7 @@ def _fit(
     share = -(-size // bucket.num_devices)
     length = chunking.chunk_length(share, _DENSE_ROW)
     chunk_format = dataclasses.replace(chunk_format, n=length, k=length)
+    size = -(-size // length)
   return dataclasses.replace(
     bucket,
     name=f'bucket_{number:03}_{label}',

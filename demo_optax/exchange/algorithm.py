@@ -41,7 +41,7 @@ from demo_optax.exchange.message import Packer, Report, is_weight
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
-from demo_optax.workers.collectives import gather, join_devices, sums
+from demo_optax.workers.collectives import gather, sums
 
 # A worker is excluded if a gradient element exceeds this share of the largest
 # float. Sums of a chunk over all steps then stay finite.
@@ -210,10 +210,7 @@ def exchange(
       merged[number] = update
 
   updates: dict[int, Array] = {}
-  for number, (bucket, update) in enumerate(zip(buckets, merged)):
-    if bucket.split_axes:
-      own = update[: bucket.num_chunks]
-      update = join_devices(own, bucket.split_axes)
+  for number, update in enumerate(merged):
     updates |= layout.cut(number, update, hyper.step)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
@@ -261,7 +258,7 @@ def run(
   hold them. The updates have the parameters' shapes.
   """
   leaves = config.layout.leaves
-  exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
+  exchanged = config.layout.exchanged
 
   def one_worker(
     own: list[Array],

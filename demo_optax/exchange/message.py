@@ -43,7 +43,7 @@ import numpy as np
 from jax import Array, lax
 
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.compressors.layout import Bucket
+from demo_optax.compressors.layout import Bucket, with_rows
 from demo_optax.numerics import plain, rounding
 from demo_optax.workers import Group
 from demo_optax.workers.collectives import GATHERED, TO_OWNERS
@@ -163,7 +163,7 @@ class Words:
     Readers with fewer chunks get some that fill theirs.
     """
     rows = math.prod(self.readers) * bucket.num_chunks
-    cut = bucket.with_rows(x, rows)
+    cut = with_rows(x, rows)
     return cut.reshape(*self.readers, -1, bucket.format.k)
 
   def join(
@@ -250,7 +250,7 @@ class Packer:
     for number, bucket in enumerate(self.buckets):
       if bucket.format.summed:
         of_dtype = counts.setdefault(bucket.format.dtype, {})
-        of_dtype[number] = bucket.num_sent
+        of_dtype[number] = bucket.num_chunks * bucket.format.k
     return counts
 
   @property
@@ -282,7 +282,7 @@ class Packer:
     for number, values in decoded.items():
       bucket = self.buckets[number]
       flat = values.reshape(-1, bucket.format.k)
-      sent[number] = bucket.with_rows(flat, bucket.rows)
+      sent[number] = with_rows(flat, bucket.rows)
     status = valid.astype(jnp.float32)[None]
     energies = self._energies(selected, sent, momentum, alpha)
     scalars = [status, energies]
@@ -297,7 +297,7 @@ class Packer:
       vectors = []
       for number in counts:
         bucket = self.buckets[number]
-        chunks = bucket.with_rows(sent[number], bucket.num_chunks)
+        chunks = with_rows(sent[number], bucket.num_chunks)
         vector = chunks.reshape(-1)
         if weight is not None:
           vector = rounding.mul_no_fma(weight, vector)
@@ -358,7 +358,7 @@ class Packer:
       for number, part in by_bucket(mean, counts, axis=0).items():
         bucket = self.buckets[number]
         chunks = part.reshape(1, -1, bucket.format.k)  # [1, chunks, k]
-        values = bucket.with_rows(chunks, bucket.rows)
+        values = with_rows(chunks, bucket.rows)
         is_valid = num_valid[None] > 0  # bool [1]
         received[number] = Received(None, values, is_valid)
       energies = end[1:END_WORDS].astype(jnp.float32)
@@ -386,7 +386,7 @@ class Packer:
     received = {}
     for number, selection in selections.items():
       bucket = self.read[number]
-      fill = functools.partial(bucket.with_rows, rows=bucket.rows)
+      fill = functools.partial(with_rows, rows=bucket.rows)
       indices, values = jax.tree.map(fill, selection)
       received[number] = Received(indices, values, valid, weights)
     energies = scalars[:, 1:END_WORDS]  # [workers, ENERGIES]

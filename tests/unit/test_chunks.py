@@ -19,7 +19,7 @@ DIMS = [1, 3, 7, 10, 31, 64, 97, 128, 509, 768, 50257, 100277]
 
 
 def grid_of(shape, size, padding=True):
-  return chunking.chunk_grid(shape, size, padding=padding)
+  return chunking.chunk_grid(shape, (size, size), padding=padding)
 
 
 @pytest.mark.parametrize('dim', DIMS)
@@ -139,10 +139,10 @@ def test_folds_and_bytes_are_those_of_the_oracle(
 def test_folding_and_unfolding_is_the_identity(data):
   shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=3, max_size=5)))
   fold = data.draw(st.sampled_from(chunking.folds(len(shape))))
-  size = data.draw(st.integers(1, 8))
+  sides = (data.draw(st.integers(1, 8)),) * 2
   period = data.draw(st.integers(1, 3))
-  grid = chunking.chunk_grid(shape, size, fold=fold, period=period)
-  matrix = chunking.chunk_grid(grid.folded, size, period=period)
+  grid = chunking.chunk_grid(shape, sides, fold=fold, period=period)
+  matrix = chunking.chunk_grid(grid.folded, sides, period=period)
 
   @jax.jit
   def cut_both(x, step):

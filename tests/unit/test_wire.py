@@ -199,7 +199,7 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
 )
 def test_the_largest_that_is_read_can_be_transformed(values, average):
   """Of signs as in the worst of the basis, from many workers."""
-  grid = chunking.chunk_grid((16, 32), 32)
+  grid = chunking.chunk_grid((16, 32), (32, 32))
   n, many = grid.chunk_size, 11
   f = ChunkFormat(n, n, 'float32', values)
   rng = np.random.default_rng(0)
