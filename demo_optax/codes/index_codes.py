@@ -120,8 +120,9 @@ def _ones_at(places: Array, size: int) -> Array:
   *lead, k = places.shape
   rows = places.reshape(-1, k)  # [rows, k]
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
+  numbers = packing.row_numbers(rows)
   # Each place is written once, so in any order.
-  ones = zeros.at[packing.row_numbers(rows), rows].set(
+  ones = zeros.at[numbers, rows].set(
     1,
     unique_indices=True,
     indices_are_sorted=True,

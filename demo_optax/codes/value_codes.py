@@ -34,7 +34,7 @@ from demo_optax.numerics import plain
 
 _TINY = float(np.finfo(np.float32).tiny)
 _PER_WORD = 20  # ternary digits
-_POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[:, None]
+_POWERS = (3 ** np.arange(_PER_WORD, dtype=np.uint32))[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Scaled(ValueCode):
     levels: Array,
     scales: Array,
   ) -> Array:
-    """Returns the values that these levels and scales say."""
+    """Returns the values that receivers decode."""
     return levels.astype(self.dtype) * scales.astype(self.dtype)
 
   def _quantise(self, values: Array) -> tuple[Array, Array]:
@@ -202,8 +202,8 @@ class Ternary(ValueCode):
     digits = words // powers % 3
     signs = digits.astype(self.dtype) - 1
     signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
-    signs = signs[..., : chunks * self.k]
-    return signs.reshape(*lead, chunks, self.k)
+    num_signs = chunks * self.k
+    return signs[..., :num_signs].reshape(*lead, chunks, self.k)
 
 
 def _mean_magnitude(values: Array) -> Array:

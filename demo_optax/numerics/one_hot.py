@@ -21,7 +21,8 @@ def take(coefficients: Array, indices: Array) -> Array:
   num_rows = _num_rows(n)
   padded = plain.pad_to(coefficients, num_rows * _COLUMNS)
   table = padded.reshape(chunks, num_rows, _COLUMNS)
-  rows = jnp.swapaxes(_in_rows(indices, n), 1, 2)  # [chunks, k, rows]
+  rows = _in_rows(indices, n)
+  rows = jnp.swapaxes(rows, 1, 2)  # [chunks, k, rows]
   # [chunks, k, columns]: the row with each selected coefficient
   of_each = _product(rows.astype(table.dtype), table)
   selected = jnp.where(_in_columns(indices), of_each, 0)
@@ -33,7 +34,7 @@ def spread(
   values: Array,
   n: int,
 ) -> Array:
-  """Returns coefficients `[chunks, n]` with the values at distinct indices."""
+  """Undoes `take`: returns `[chunks, n]`, zero but at distinct indices."""
   rows = _in_rows(indices, n)
   columns = _in_columns(indices)
   in_rows = jnp.where(rows, values[:, None], 0)  # [chunks, rows, k]
@@ -54,7 +55,8 @@ def add_up(
   each is, as floats.
   """
   k = values.shape[2]
-  values = jnp.where(present[:, None, None], values, 0)
+  is_present = present[:, None, None]
+  values = jnp.where(is_present, values, 0)
   # [chunks, workers * k]
   values = _side_by_side(values)
   indices = _side_by_side(indices)
@@ -62,10 +64,12 @@ def add_up(
   columns = _in_columns(indices)
   # The rows of sums, then those of counts, in one product.
   num_rows = _num_rows(n)
-  row = jnp.arange(2 * num_rows, dtype=jnp.int32)[None, :, None]
+  row = jnp.arange(2 * num_rows, dtype=jnp.int32)
+  row = row[None, :, None]
   of_sum = row < num_rows
   row = jnp.where(of_sum, row, row - num_rows)
-  hits = (indices // _COLUMNS)[:, None] == row
+  own_row = indices // _COLUMNS
+  hits = own_row[:, None] == row
   both = jnp.where(of_sum, values[:, None], ones[None, None])
   in_rows = jnp.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
   sums = _product(in_rows, columns.astype(values.dtype))
@@ -87,7 +91,8 @@ def _num_rows(n: int) -> int:
 def _in_rows(indices: Array, n: int) -> Array:
   """Returns which row each index is in, bool `[chunks, rows, k]`."""
   row = indices // _COLUMNS
-  return jax.nn.one_hot(row, _num_rows(n), dtype=bool, axis=1)
+  num_rows = _num_rows(n)
+  return jax.nn.one_hot(row, num_rows, dtype=bool, axis=1)
 
 
 def _in_columns(indices: Array) -> Array:

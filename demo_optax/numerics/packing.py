@@ -45,7 +45,8 @@ def pack_bits(
     # [..., numbers of a word, words]
     table = padded.reshape(*lead, per_word, words)
     shifted = table << _first_bits(part, table.ndim)
-    planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
+    plane = jnp.sum(shifted, axis=-2, dtype=jnp.uint32)
+    planes.append(plane)
     start += part
   return jnp.concatenate(planes, axis=-1)
 
@@ -65,8 +66,8 @@ def unpack_bits(
     plane = words[..., None, first:last]  # [..., 1, words]
     shifted = plane >> _first_bits(part, plane.ndim)
     table = shifted & (2**part - 1)  # [..., numbers of a word, words]
-    low = table.reshape(*lead, -1)[..., :count]  # without padding
-    numbers |= low << start
+    low = table.reshape(*lead, -1)  # [..., count, and padding]
+    numbers |= low[..., :count] << start
     start += part
     first = last
   return numbers
@@ -79,8 +80,8 @@ def _parts(width: int) -> list[int]:
 
 def _first_bits(part: int, ndim: int) -> Array:
   """Returns where parts begin in a word, uint32 `[..., 32 / part, 1]`."""
-  places = np.arange(0, _WORD, part, dtype=np.uint32)[:, None]
-  return lax.broadcast_to_rank(places, ndim)
+  places = np.arange(0, _WORD, part, dtype=np.uint32)
+  return lax.broadcast_to_rank(places[:, None], ndim)
 
 
 def places_of_ones(
@@ -97,8 +98,9 @@ def places_of_ones(
   num_words = -(-size // _WORD)
   padded = plain.pad_to(ones, num_words * _WORD)
   bits = padded.reshape(rows, num_words, _WORD)  # [rows, words, bits]
-  shifts = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
-  shifted = bits.astype(jnp.uint32) << shifts
+  bits = bits.astype(jnp.uint32)
+  shifts = jnp.arange(_WORD, dtype=jnp.uint32)
+  shifted = bits << shifts[None, None]
   words = jnp.sum(shifted, axis=2, dtype=jnp.uint32)  # [rows, words]
   counts = lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
@@ -109,8 +111,10 @@ def places_of_ones(
   rank = jnp.arange(k, dtype=jnp.int32)[None]  # [1, k]
   passed = until <= rank[:, :, None]  # [rows, k, words]
   number = jnp.sum(passed, axis=2, dtype=jnp.int32)  # of a word, [rows, k]
-  before = jnp.max(jnp.where(passed, until, 0), axis=2)  # [rows, k]
-  word = take(words, jnp.minimum(number, num_words - 1))
+  all_before = jnp.where(passed, until, 0)
+  before = jnp.max(all_before, axis=2)  # [rows, k]
+  existing = jnp.minimum(number, num_words - 1)
+  word = take(words, existing)
   places = _WORD * number + _place_in_word(word, rank - before)
   return jnp.where(number < num_words, places, size)
 
@@ -159,7 +163,8 @@ def digest_block(
   block is digested by NumPy.
   """
   if isinstance(x, np.ndarray):
-    return _digest(np, np.asarray(x, order='C'), start, shape)
+    x = np.asarray(x, order='C')
+    return _digest(np, x, start, shape)
   return _digest_on_device(x, start, shape)
 
 
@@ -170,14 +175,17 @@ def _digest(
   shape: tuple[int, ...],
 ) -> chex.Array:
   words = _words(x)  # u32[*block, words of an element]
-  place = xp.zeros((1,) * words.ndim, np.uint32)
-  for dim, length in enumerate((*shape, words.shape[-1])):
+  ndim = words.ndim
+  place = xp.zeros((1,) * ndim, np.uint32)
+  lengths = *shape, words.shape[-1]
+  for dim, length in enumerate(lengths):
     along = xp.arange(words.shape[dim], dtype=np.uint32)
     if dim < len(shape):
       along = along + start[dim]
-    ones = [1] * words.ndim
+    ones = [1] * ndim
     ones[dim] = -1
-    place = place * np.uint32(length) + along.reshape(ones)
+    place = place * np.uint32(length)
+    place = place + along.reshape(ones)
   weighted = words * (place * 2 + 1)
   mixed = words + place * np.uint32(0x9E3779B9)
   mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)

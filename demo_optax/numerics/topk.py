@@ -33,8 +33,10 @@ def top_k(coefficients: Array, k: int) -> Array:
   size = platform.top_k_tile(coefficients.size, n, k)
   if size > 1:
     return top_k_of_tiles(coefficients, k, size)
-  _, places = lax.top_k(jnp.abs(coefficients), k)
-  return jnp.sort(places.astype(jnp.int32))
+  magnitudes = jnp.abs(coefficients)
+  _, places = lax.top_k(magnitudes, k)
+  places = places.astype(jnp.int32)
+  return jnp.sort(places)
 
 
 def top_k_of_tiles(
@@ -56,10 +58,12 @@ def top_k_of_tiles(
     largest = _largest
     maxima = jnp.abs(coefficients)
     while maxima.shape[1] > num_tiles:  # CPUs reduce a short axis slowly
-      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
+      even, odd = maxima[:, ::2], maxima[:, 1::2]
+      maxima = jnp.maximum(even, odd)
   else:
     largest = top_k  # in tiles again
-    maxima = jnp.max(jnp.abs(tiles), axis=2)
+    magnitudes = jnp.abs(tiles)
+    maxima = jnp.max(magnitudes, axis=2)
   # [chunks, k], ascending: of equals the first must be chosen
   chosen = largest(maxima, k)
   candidates = packing.take(tiles, chosen)  # [chunks, k, size]
@@ -79,10 +83,12 @@ def _largest(
   bits = jnp.iinfo(keys.dtype).bits - 1
   threshold = _kth_largest(keys, k, bits)
   # All above the threshold, and the first of those equal to it: exactly k.
-  order = n - jnp.arange(n, dtype=jnp.int32)[None]
+  places = jnp.arange(n, dtype=jnp.int32)
+  order = n - places[None]  # [1, n]
   order = jnp.where(keys == threshold, order, 0)
   order = jnp.where(keys > threshold, n + 1, order)
-  last = _kth_largest(order, k, (n + 1).bit_length())
+  order_bits = (n + 1).bit_length()
+  last = _kth_largest(order, k, order_bits)
   return packing.places_of_ones(order >= last, k)
 
 
@@ -98,7 +104,8 @@ def _kth_largest(
 
   def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
-    trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
+    power = jnp.left_shift(jnp.ones_like(bit), bit)
+    trial = reached | power
     enough = _count(keys >= trial) >= k
     return jnp.where(enough, trial, reached)
 
@@ -137,7 +144,8 @@ def subtract(
   if platform.by_product():
     n = coefficients.shape[1]
     return coefficients - one_hot.spread(indices, values, n)
-  return coefficients.at[packing.row_numbers(indices), indices].add(
+  rows = packing.row_numbers(indices)
+  return coefficients.at[rows, indices].add(
     -values,
     unique_indices=True,
     indices_are_sorted=True,
@@ -162,7 +170,8 @@ def merge(
   Returns dense `[chunks, n]`, and the number of different coefficients that
   were sent, float32 `[]`.
   """
-  workers, dtype = len(values), values.dtype
+  workers = len(values)
+  dtype = values.dtype
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is not None and platform.by_product() and weights is None:
     total, senders = one_hot.add_up(indices, values, present, n)
@@ -214,7 +223,8 @@ def _add_in_turn(
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, k = values.shape
-  places = jnp.arange(n, dtype=jnp.int32)[None]
+  places = jnp.arange(n, dtype=jnp.int32)
+  places = places[None]  # [1, n]
 
   def add_worker(worker: Array, total: Array) -> Array:
     added = values[worker]  # [chunks, k]
@@ -241,7 +251,8 @@ def _weighted_shares(
   Without indices every worker has sent every value.
   """
   if indices is None:
-    total = _add_in_turn(None, weights, 1)[None]  # [1, 1, 1]
+    total = _add_in_turn(None, weights, 1)
+    total = total[None]  # [1, 1, 1]
   else:
     of_values = jnp.broadcast_to(weights, indices.shape)
     dense = _add_in_turn(indices, of_values, n)  # [chunks, n]
@@ -268,7 +279,8 @@ def _count_senders(
     senders = senders.reshape(chunks, workers, k)
     return jnp.swapaxes(senders, 0, 1)
   zeros = jnp.zeros((chunks, n), jnp.int32)
-  counts = zeros.at[packing.row_numbers(indices), indices].add(
+  rows = packing.row_numbers(indices)
+  counts = zeros.at[rows, indices].add(
     counted.astype(jnp.int32),
     mode='promise_in_bounds',
     wrap_negative_indices=False,
