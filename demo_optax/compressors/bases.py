@@ -29,7 +29,8 @@ class Dct(Basis):
   def matrix(self, length: int) -> np.ndarray:
     position = np.arange(length)
     frequency = position[:, None]
-    angle = np.pi * frequency * (2 * position + 1) / (2 * length)
+    middle = 2 * position + 1  # of a position, in halves
+    angle = np.pi * frequency * middle / (2 * length)
     matrix = np.sqrt(2 / length) * np.cos(angle)
     matrix[0] = np.sqrt(1 / length)
     return matrix
@@ -77,8 +78,10 @@ class RandomOrthogonal(Basis):
     for number, row in enumerate(matrix):
       for _ in range(2):  # the second pass removes rounding errors
         for other in matrix[:number]:
-          row -= math.fsum(row * other) * other
-      row /= math.sqrt(math.fsum(row**2))
+          along = math.fsum(row * other)
+          row -= along * other
+      energy = math.fsum(row**2)
+      row /= math.sqrt(energy)
     return matrix
 
 

@@ -261,8 +261,9 @@ def _take_turns(
   """Returns the elements whose turn it is, `[*grid.taken]`."""
   batch, rows, cols = grid.columns
   array = array.reshape(batch, rows, cols)
-  if missing := -rows % grid.period:
-    widths = [(0, 0), (0, missing), (0, 0)]
+  missing = -rows % grid.period
+  if missing:
+    widths = (0, 0), (0, missing), (0, 0)
     array = jnp.pad(array, widths, 'edge')
   array = array.reshape(batch, -1, grid.period, cols)
   # Along rows: neither vectors nor tiles of a TPU are taken apart. What is not
@@ -295,8 +296,9 @@ def _turns(
   """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
   row = np.arange(period, dtype=np.int32)[:, None]
   col = np.arange(cols, dtype=np.int32)[None]
-  turns = (row + step) % period == col % period
-  return jnp.asarray(turns)[None, None]
+  turn = (row + step) % period
+  turns = jnp.asarray(turn == col % period)
+  return turns[None, None]
 
 
 # Transforming -----------------------------------------------------------------
@@ -316,7 +318,8 @@ def transform(
   if isinstance(basis, Identity):
     return x
   rows, cols = sides
-  fast, slow = _matrix(basis, cols), _matrix(basis, rows)
+  fast = _matrix(basis, cols)
+  slow = _matrix(basis, rows)
   return _multiply(x, fast.T, slow.T)
 
 
@@ -329,7 +332,8 @@ def inverse(
   if isinstance(basis, Identity):
     return coefficients
   rows, cols = sides
-  fast, slow = _matrix(basis, rows), _matrix(basis, cols)
+  fast = _matrix(basis, rows)
+  slow = _matrix(basis, cols)
   return _multiply(coefficients, fast, slow)
 
 
@@ -366,7 +370,7 @@ def _multiply(
 
   They change places: the slow index becomes the fast one.
   """
-  blocks = blocks.reshape(-1, len(slow), len(fast))
+  blocks = blocks.reshape(-1, len(slow), len(fast))  # [chunks, slow, fast]
   blocks = _apply(blocks, fast)
   blocks = blocks.transpose(0, 2, 1)  # [chunks, fast, slow]
   blocks = _apply(blocks, slow)
@@ -396,5 +400,7 @@ def _apply(x: Array, matrix: np.ndarray) -> Array:
   if platform.chunks_in_lanes(len(x)):
     flat = x
   # The default is bfloat16 on TPUs and TF32 on GPUs.
-  product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
-  return product.reshape(x.shape)[:chunks]
+  highest = jax.lax.Precision.HIGHEST
+  product = jnp.dot(flat, factor, precision=highest)
+  product = product.reshape(x.shape)
+  return product[:chunks]

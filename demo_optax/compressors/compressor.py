@@ -117,7 +117,8 @@ class Compressor:
     select: Selector,
   ) -> LeafChunks:
     """Returns the selection from the grid's chunks, or the whole leaf."""
-    size, basis = grid.chunk_size, self.basis
+    size = grid.chunk_size
+    basis = self.basis
     sparse_format = ChunkFormat(
       size,
       select.count(size),
@@ -131,7 +132,8 @@ class Compressor:
     # A scale belongs to a chunk; exact values need no chunks.
     if self.values == 'float32':
       grid = ChunkGrid(grid.shape, grid.shape, whole=True)
-      basis, size = bases.Identity(), grid.chunk_size
+      size = grid.chunk_size
+      basis = bases.Identity()
     dense_format = dataclasses.replace(sparse_format, n=size, k=size)
     dense = LeafChunks(grid, dense_format, basis)
     return sparse if sparse.num_bytes < dense.num_bytes else dense

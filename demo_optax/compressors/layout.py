@@ -69,7 +69,7 @@ class Bucket:
   split_axes: tuple[str, ...]
   num_devices: int
   size: int  # chunks of all its leaves
-  error_feedback: bool = True  # whether momentum keeps what is not sent
+  error_feedback: bool  # whether momentum keeps what is not sent
 
   @property
   def num_chunks(self) -> int:
@@ -120,7 +120,7 @@ def with_rows(
     return x[..., :rows, :]
   missing = rows - chunks
   filling = jnp.zeros_like(x, shape=(*lead, missing, k))
-  if x.dtype == jnp.int32:
+  if x.dtype == jnp.int32:  # indices
     filling += index_codes.order_of(filling)
   return jnp.concatenate([x, filling], axis=-2)
 
@@ -284,17 +284,18 @@ class Layout:
     parts = []
     for member in self.members(number):
       parts.append(chunks[member].reshape(-1, *bucket.unit))
-    n = bucket.format.n
-    length = rows * n // math.prod(bucket.unit)
-    zeros = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
-    if length == len(parts[0]) or platform.concatenates(bucket.sides[0]):
+    shape = rows, bucket.format.n
+    zeros = jnp.zeros_like(parts[0], shape=shape)
+    zeros = zeros.reshape(-1, *bucket.unit)
+    is_full = len(parts[0]) == len(zeros)  # by one leaf
+    if is_full or platform.concatenates(bucket.sides[0]):
       end = sum(map(len, parts))
       joined = jnp.concatenate([*parts, zeros[end:]])
     else:
       joined = zeros
       for part, start in zip(parts, self._starts(number, step)):
         joined = plain.put(joined, part, start)
-    joined = joined.reshape(rows, n)
+    joined = joined.reshape(shape)
     if not bucket.split_axes:
       return joined
     start = lax.axis_index(bucket.split_axes) * bucket.num_chunks
@@ -318,8 +319,8 @@ class Layout:
     starts = self._starts(number, step)
     chunks = {}
     for (member, leaf), start in zip(members.items(), starts):
-      own = lax.dynamic_slice_in_dim(units, start, leaf.grid.size)
-      chunks[member] = own.reshape(-1, leaf.grid.chunk_size)
+      part = lax.dynamic_slice_in_dim(units, start, leaf.grid.size)
+      chunks[member] = part.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
   def fill(
@@ -357,7 +358,7 @@ def make_layout(
 ) -> Layout:
   """Maps parameters, or their shapes, to buckets, as far as exchanged."""
   params = _tree.mask_others(params)
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
+  flat = jax.tree.leaves_with_path(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
   # Of buckets, which have no name and no size yet.

@@ -66,7 +66,8 @@ class TopK:
   def count(self, n: int) -> int:
     """Returns how many coefficients are selected."""
     per = self.per or n
-    return min(-(-self.k * min(n, per) // per), n)
+    share = -(-self.k * min(n, per) // per)
+    return min(share, n)
 
   def __call__(
     self,
@@ -74,7 +75,8 @@ class TopK:
     step: Array,
   ) -> Array:
     del step
-    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
+    k = self.count(coefficients.shape[1])
+    return topk.top_k(coefficients, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,8 @@ class _Share:
 
   def count(self, n: int) -> int:
     """Returns `ceil(rate * n)`, at least 1, without rounding errors."""
-    return min(n, max(1, math.ceil(self.rate * n - 1e-9)))
+    count = math.ceil(self.rate * n - 1e-9)
+    return min(max(1, count), n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +116,10 @@ class RandomSubset(_Share):
     step: Array,
   ) -> Array:
     n = coefficients.shape[1]
-    key = jax.random.fold_in(jax.random.key(self.seed), step)
-    return jax.random.permutation(key, n)[None, : self.count(n)]
+    key = jax.random.key(self.seed)
+    key = jax.random.fold_in(key, step)
+    places = jax.random.permutation(key, n)
+    return places[None, : self.count(n)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +134,8 @@ class Striding(_Share):
     n = coefficients.shape[1]
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
-    return ((step % n + spread) % n)[None]
+    places = (step % n + spread) % n
+    return places[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +150,8 @@ class Slicing(_Share):
     n = coefficients.shape[1]
     k = self.count(n)
     # A table, since a product could overflow int32.
-    starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
-    start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
-    return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
+    period = n // math.gcd(n, k)
+    starts = np.arange(period, dtype=np.int64) * k % n
+    start = jnp.asarray(starts, jnp.int32)[step % period]
+    places = (start + jnp.arange(k, dtype=jnp.int32)) % n
+    return places[None]

@@ -34,7 +34,7 @@ def packer_of(leaves):
   """Of buckets of these formats, with so many chunks each."""
   return Packer(
     tuple(
-      Bucket(f'bucket_{i}', None, None, f, (1, f.n), False, (), 1, chunks)
+      Bucket(f'bucket_{i}', None, None, f, (1, f.n), False, (), 1, chunks, True)
       for i, (f, chunks) in enumerate(leaves)
     )
   )
