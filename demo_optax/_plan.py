@@ -134,19 +134,16 @@ class Plan:
 
   def table(self) -> str:
     """Returns the leaves as a table; equal ones share a row."""
-    header = ['leaf']
     # Names of the leaves that have one row.
     names = collections.defaultdict(list)
     for leaf in self.leaves:
-      row = _row(leaf)
-      header = ['leaf', *row]
-      names[*row.values()].append(leaf.name)
-    rows = [header]
+      names[_cells(leaf)].append(leaf.name)
+    rows = [_COLUMNS.split()]
     for (*cells, sent, blocks), (name, *others) in names.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
       rows.append([name, *cells, sent, blocks])
-    if {row[-1] for row in rows[1:]} == {'-'}:  # no leaf is sharded
+    if {row[-1] for row in rows[1:]} <= {'-'}:  # no leaf is sharded
       rows = [row[:-1] for row in rows]
     # Of each column; the first one is aligned to the left.
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -312,40 +309,37 @@ def _sent_by_device(
   return message, summed, updates
 
 
-def _row(costs: LeafBytes) -> dict[str, str]:
-  """Returns a leaf's row in the table by column, without its name."""
+_COLUMNS = 'leaf shape chunks of topk indices bits values sent blocks'
+
+
+def _cells(costs: LeafBytes) -> tuple[str, ...]:
+  """Returns a leaf's row in the table, without its name."""
   leaf = costs.leaf
   # As for a leaf that is averaged.
-  row = {
-    'shape': _times(leaf.shape) or 'scalar',
-    'chunks': f'{costs.num_chunks}',
-    'of': 'whole',
-    'topk': 'all',
-    'indices': 'shared',
-    'bits': '-',
-    'values': 'averaged',
-    'sent': _num_bytes(costs.sent_bytes),
-    'blocks': '-',
-  }
+  sides, topk, indices, bits = 'whole', 'all', 'shared', '-'
+  values, blocks = 'averaged', '-'
   if leaf.chunks is not None:
     chunk_format = leaf.chunks.format
-    row['values'] = chunk_format.values
+    values = chunk_format.values
     if not leaf.grid.whole:
-      row['of'] = _times(leaf.grid.lengths[-2:])
+      sides = _times(leaf.grid.lengths[-2:])
     if leaf.grid.period > 1:
-      row['topk'] = f'1/{leaf.grid.period}'  # by turns
+      topk = f'1/{leaf.grid.period}'  # by turns
     elif chunk_format.k < chunk_format.n:
-      row['topk'] = f'{chunk_format.k}'
+      topk = f'{chunk_format.k}'
     if not chunk_format.shared:
-      row['indices'] = '-'
+      indices = '-'
     if index_code := chunk_format.index_code:
-      row['indices'] = index_code.name
-      row['bits'] = f'{costs.index_bits:.2f}'
+      indices = index_code.name
+      bits = f'{costs.index_bits:.2f}'
   if _num_shards(leaf) > 1:
-    row['blocks'] = _times(leaf.sharding.blocks)
+    blocks = _times(leaf.sharding.blocks)
   if not costs.as_unsharded:
-    row['blocks'] += '*'
-  return row
+    blocks += '*'
+  shape = _times(leaf.shape) or 'scalar'
+  chunks = f'{costs.num_chunks}'
+  sent = _num_bytes(costs.sent_bytes)
+  return shape, chunks, sides, topk, indices, bits, values, sent, blocks
 
 
 def _num_shards(leaf: Leaf) -> int:
