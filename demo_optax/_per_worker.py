@@ -183,8 +183,8 @@ def stack_own(
 
 def stays_finite(
   updates: chex.ArrayTree,
-  new: chex.ArrayTree,
-  old: chex.ArrayTree,
+  new: chex.ArrayTree = (),
+  old: chex.ArrayTree = (),
 ) -> jax.Array:
   """Returns whether updates and a new state are finite, bool `[]`.
 

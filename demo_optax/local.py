@@ -441,7 +441,7 @@ def _own_nesterov(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     shared, state = exchange.update(updates, state, params, **extra_args)
     momentum, state = _put_back(shared, state)
-    is_finite = stays_finite(updates, (), ())
+    is_finite = stays_finite(updates)
 
     def nesterov(
       gradient: jax.Array,

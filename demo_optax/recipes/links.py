@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -14,9 +14,9 @@ import optax
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, Path, path_keys
+from demo_optax._paths import Keys, Path, leaves_of, path_keys
 from demo_optax._per_worker import stays_finite
-from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
+from demo_optax.compressors.compressor import Compressor, CompressorTree
 from demo_optax.numerics import plain, platform
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
@@ -42,8 +42,8 @@ _STACK = 2**24
 
 
 def scale_to_muon(
-  dimensions: Mapping[Keys, contrib.MuonDimensionNumbers | None],
-  compressors: Mapping[Keys, Compressor | Frozen | None],
+  dimensions: Mapping[Keys, contrib.MuonDimensionNumbers],
+  compressors: Mapping[Keys, Compressor | None],
   decay: chex.Numeric,
   consistent_rms: chex.Numeric | None,
 ) -> optax.GradientTransformation:
@@ -67,44 +67,29 @@ def scale_to_muon(
   as one. Those of the exchange, which have different coefficients, move
   `sqrt(t)` times as far, and are made that much longer.
 
-  Axes and compressors are given for all leaves, by path. A leaf with more axes
-  is a stack of matrices, scaled one by one.
+  Axes and compressors are given by path. A leaf with more axes is a stack of
+  matrices, scaled one by one.
   """
 
-  def length_of(
-    axes: contrib.MuonDimensionNumbers,
-    shape: tuple[int, ...],
-    compressor: Compressor | Frozen | None,
-  ) -> chex.Numeric:
-    waits: chex.Numeric = 1.0  # steps until a coefficient is sent
-    if isinstance(compressor, Compressor):
-      waits = compressor.period
-      if compressor.error_feedback:
-        sent = compressor.chunks(shape, 'float32').format
-        waits = 1 / (1 - decay * (1 - sent.k / sent.n))
+  def length_of(keys: Keys, leaf: jax.Array) -> chex.Numeric:
     length = consistent_rms
     if length is None:
-      length = math.prod(shape[axis] for axis in axes.reduction_axis) ** -0.5
-    return length * waits**0.5
+      length = _size(leaf, dimensions[keys].reduction_axis) ** -0.5
+    return length * _waits(compressors[keys], leaf.shape, decay) ** 0.5
 
   def update_fn(
     updates: chex.ArrayTree,
     params: chex.ArrayTree | None,
   ) -> chex.ArrayTree:
     del params
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    leaves, lengths = [], []
+    leaves = dict(leaves_of(updates))
     alike = collections.defaultdict(list)
-    for number, (path, leaf) in enumerate(with_paths):
-      keys = path_keys(path)
-      sides = dimensions[keys]
-      assert sides is not None
-      leaves.append(leaf)
-      lengths.append(length_of(sides, leaf.shape, compressors[keys]))
-      alike[jax.typeof(leaf), (*sides[0], *sides[1])].append(number)
+    for keys, leaf in leaves.items():
+      inputs, outputs = dimensions[keys]
+      alike[jax.typeof(leaf), inputs + outputs].append(keys)
     for (_, axes), members in alike.items():
       # Few kernels for all leaves of one type.
-      joined = plain.joined([leaves[number] for number in members])
+      joined = plain.joined([leaves[keys] for keys in members])
       rows = []
       for leaf in joined:
         # [..., 1, ...]
@@ -113,12 +98,26 @@ def scale_to_muon(
       other_axes = tuple(axis + 1 for axis in axes[:-1])
       squares = jnp.mean(jnp.stack(rows), other_axes, keepdims=True)
       found = jnp.maximum(jnp.sqrt(squares), _MIN_RMS)
-      for number, leaf, rms in zip(members, joined, found):
-        length = jnp.asarray(lengths[number], leaf.dtype)
-        leaves[number] = leaf * (length / rms)
-    return treedef.unflatten(leaves)
+      for keys, leaf, rms in zip(members, joined, found):
+        length = jnp.asarray(length_of(keys, leaf), leaf.dtype)
+        leaves[keys] = leaf * (length / rms)
+    return jax.tree.structure(updates).unflatten(leaves.values())
 
   return optax.stateless(update_fn)
+
+
+def _waits(
+  compressor: Compressor | None,
+  shape: tuple[int, ...],
+  decay: chex.Numeric,
+) -> chex.Numeric:
+  """Returns how many steps a coefficient waits until it is sent."""
+  if compressor is None:
+    return 1
+  if not compressor.error_feedback:
+    return compressor.period
+  sent = compressor.chunks(shape, 'float32').format
+  return 1 / (1 - decay * (1 - sent.k / sent.n))
 
 
 def lost_unless_finite(
@@ -133,12 +132,8 @@ def lost_unless_finite(
   def weight_at(count: chex.Numeric) -> chex.Numeric:
     values = []
     for value in (weight, *hyperparams):
-      if callable(value):
-        values.append(value(count))
-      elif value is not None:
-        values.append(value)
-    finite = [jnp.isfinite(value).all() for value in values]
-    return jnp.where(jnp.stack(finite).all(), values[0], jnp.nan)
+      values.append(value(count) if callable(value) else value)
+    return jnp.where(stays_finite(values), values[0], jnp.nan)
 
   return weight_at
 
@@ -153,7 +148,7 @@ class OwnMuonState(NamedTuple):
 def own_muon(
   beta: chex.Numeric,
   mu_dtype: chex.ArrayDType | None,
-  dimension_numbers: Callable[..., chex.ArrayTree],
+  dimensions: Mapping[Keys, contrib.MuonDimensionNumbers | None],
   workers: Workers,
 ) -> optax.GradientTransformation:
   """Orthonormalises each worker's momentum of the leaves that have axes.
@@ -166,13 +161,13 @@ def own_muon(
   large that squares overflow, matrices become NaN and the state stays.
   """
 
-  def zeros(x: jax.Array, axes: Any) -> Any:
-    if axes is None:  # no matrix
+  def zeros(path: Path, x: jax.Array) -> Any:
+    if dimensions[path_keys(path)] is None:  # no matrix
       return optax.MaskedNode()
     return jnp.zeros_like(x, dtype=mu_dtype)
 
   def init_fn(params: chex.ArrayTree) -> OwnMuonState:
-    mu = jax.tree.map(zeros, params, dimension_numbers(params))
+    mu = jax.tree_util.tree_map_with_path(zeros, params)
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
@@ -180,20 +175,17 @@ def own_muon(
     state: OwnMuonState,
     params: Any = None,
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
-    leaves, treedef = jax.tree.flatten(updates)
-    mu = treedef.flatten_up_to(state.mu)
-    axes = treedef.flatten_up_to(dimension_numbers(updates))
-    numbers, sides, gradients, momenta, others = [], [], [], [], []
-    for number, (leaf, of_leaf) in enumerate(zip(leaves, axes)):
-      if of_leaf is None:
+    leaves = dict(leaves_of(updates))
+    sides, gradients, others = {}, [], []
+    for keys, leaf in leaves.items():
+      if axes := dimensions[keys]:
+        sides[keys] = axes
+        gradients.append(leaf)
+      else:
         others.append(leaf)
-        continue
-      numbers.append(number)
-      sides.append(of_leaf)
-      gradients.append(leaf)
-      momenta.append(mu[number])
+    momenta, mu_structure = jax.tree.flatten(state.mu)
     own = gradients, momenta, state.steps
-    update = functools.partial(_update_matrices, sides, workers)
+    update = functools.partial(_update_matrices, [*sides.values()], workers)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
       # XLA shards what is between: optax passes no `out_sharding`, which every
       # reshape and product of sharded arrays would need.
@@ -201,11 +193,11 @@ def own_muon(
       update = jax.sharding.auto_axes(update, axes=explicit, out_sharding=specs)
     # An array that is closed over would keep its Explicit type, and a number
     # becomes an array: subtracted before, so that all maps have the same bits.
-    good = stays_finite(others, (), ())
+    good = stays_finite(others)
     orthonormal, momenta, steps = update(*own, good, beta, 1 - beta)
-    for number, matrix, momentum in zip(numbers, orthonormal, momenta):
-      leaves[number], mu[number] = matrix, momentum
-    return treedef.unflatten(leaves), OwnMuonState(steps, treedef.unflatten(mu))
+    leaves |= zip(sides, orthonormal)
+    updates = jax.tree.structure(updates).unflatten(leaves.values())
+    return updates, OwnMuonState(steps, mu_structure.unflatten(momenta))
 
   return optax.GradientTransformation(init_fn, update_fn)
 
@@ -228,57 +220,92 @@ def _update_matrices(
   good &= (beta >= 0) & (beta < 1)
   count = optax.safe_increment(steps)
   # Both corrected for a momentum that starts at zero.
-  of_momentum = beta / (1 - beta ** (count + 1))
-  of_gradient = weight / (1 - beta**count)
+  momentum_weight = beta / (1 - beta ** (count + 1))
+  gradient_weight = weight / (1 - beta**count)
   gradients = plain.joined(gradients)
-  rows, orders = [], []
-  stacks: dict[Any, list[int]] = collections.defaultdict(list)
-  sizes: dict[Any, int] = collections.defaultdict(int)
-  for number, gradient in enumerate(gradients):
-    inputs, outputs = dimensions[number]
-    sides = inputs + outputs
-    batch = [axis for axis in range(gradient.ndim) if axis not in sides]
-    order = *batch, *sides
-    orders.append(order)
-    shape = -1, _size(gradient, inputs), _size(gradient, outputs)
-    squares = jnp.sum(jnp.square(gradient), outputs, keepdims=True)
-    rows.append(squares.transpose(order).reshape(shape[:2]))
-    kind = shape, gradient.dtype
-    most = workers.param_specs.devices * max(_STACK, math.prod(shape[1:]))
-    stacks[kind, sizes[kind] // most].append(number)
-    sizes[kind] += gradient.size
+  rows = []  # of each leaf, sums [matrices, inputs, 1]
+  for gradient, sides in zip(gradients, dimensions):
+    squares = jnp.square(gradient)
+    sums = jnp.sum(squares, sides.output_axis, keepdims=True)
+    rows.append(_to_matrices(sums, sides))
 
+  stacks = _stacks(gradients, dimensions, workers)
   energies = []  # of each stack, [matrices]
-  for members in stacks.values():
+  for members in stacks:
     of_rows = jnp.concatenate([rows[number] for number in members])
-    energies.append(jnp.sum(of_rows, axis=1))
+    energy = jnp.sum(of_rows, axis=(1, 2))
+    energies.append(energy)
     # No sum in the Gramian of `ahead` is larger.
-    good &= jnp.isfinite(4 * of_rows.shape[1] * energies[-1]).all()
+    good &= jnp.isfinite(4 * of_rows.shape[1] * energy).all()
 
-  new, ahead = [], []
-  for gradient, momentum, row, order in zip(gradients, momenta, rows, orders):
+  new_momenta, ahead = [], []
+  for gradient, momentum, sides in zip(gradients, momenta, dimensions):
     old = momentum.astype(gradient.dtype)
     # Not changed by a choice later: `ahead` would be made of both again.
-    current = jnp.where(good, beta * old + weight * gradient, old)
-    new.append(current.astype(momentum.dtype))
-    nesterov = of_momentum * current + of_gradient * gradient
-    ahead.append(nesterov.transpose(order).reshape(*row.shape, -1))
+    new = jnp.where(good, beta * old + weight * gradient, old)
+    new_momenta.append(new.astype(momentum.dtype))
+    nesterov = momentum_weight * new + gradient_weight * gradient
+    ahead.append(_to_matrices(nesterov, sides))
 
-  found: list[Any] = [None] * len(gradients)
-  for members, energy in zip(stacks.values(), energies):
+  spread = functools.partial(lift.spread, workers)
+  updates = list(gradients)
+  for members, energy in zip(stacks, energies):
     stack = jnp.concatenate([ahead[number] for number in members])
     # 1, or 0 for a matrix without gradient; NaN excludes the worker.
     size = jnp.where(good, energy != 0, jnp.nan).astype(stack.dtype)
-    stack = _orthonormal(
-      lift.spread(workers, stack), lift.spread(workers, size)
-    )
-    ends = np.cumsum([len(ahead[number]) for number in members])
-    stack = lift.spread(workers, stack)[: ends[-1]]
-    for number, part in zip(members, jnp.split(stack, ends[:-1])):
-      order = orders[number]
-      in_order = [gradients[number].shape[axis] for axis in order]
-      found[number] = part.reshape(in_order).transpose(np.argsort(order))
-  return found, new, jnp.where(good, count, steps)
+    orthonormal = spread(_orthonormal(spread(stack), spread(size)))
+    counts = [len(ahead[number]) for number in members]
+    without_padding = orthonormal[: sum(counts)]
+    parts = jax.lax.split(without_padding, counts)
+    for number, part in zip(members, parts):
+      shape = gradients[number].shape
+      updates[number] = _to_leaf(part, shape, dimensions[number])
+  return updates, new_momenta, jnp.where(good, count, steps)
+
+
+def _stacks(
+  leaves: Sequence[jax.Array],
+  dimensions: Sequence[contrib.MuonDimensionNumbers],
+  workers: Workers,
+) -> list[list[int]]:
+  """Returns stacks of matrices with one shape, as numbers of their leaves."""
+  stacks = collections.defaultdict(list)
+  sizes: dict[Any, int] = collections.Counter()
+  for number, (leaf, (inputs, outputs)) in enumerate(zip(leaves, dimensions)):
+    shape = _size(leaf, inputs), _size(leaf, outputs)
+    kind = shape, leaf.dtype
+    most = workers.param_specs.devices * max(_STACK, math.prod(shape))
+    stacks[kind, sizes[kind] // most].append(number)
+    sizes[kind] += leaf.size
+  return list(stacks.values())
+
+
+def _to_matrices(
+  x: jax.Array,
+  dimensions: contrib.MuonDimensionNumbers,
+) -> jax.Array:
+  """Returns a leaf as `[matrices, inputs, outputs]`."""
+  inputs, outputs = dimensions
+  axes = inputs + outputs
+  # [..., *inputs, *outputs]
+  moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
+  return moved.reshape(-1, _size(x, inputs), _size(x, outputs))
+
+
+def _to_leaf(
+  matrices: jax.Array,
+  shape: tuple[int, ...],
+  dimensions: contrib.MuonDimensionNumbers,
+) -> jax.Array:
+  """Undoes `_to_matrices`, for a leaf of this shape."""
+  axes = dimensions.reduction_axis + dimensions.output_axis
+  # [..., *inputs, *outputs]
+  moved = matrices.reshape(*np.delete(shape, axes), *np.take(shape, axes))
+  return jnp.moveaxis(moved, range(-len(axes), 0), axes)
+
+
+def _size(x: jax.Array, axes: Iterable[int]) -> int:
+  return math.prod(x.shape[axis] for axis in axes)
 
 
 def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
@@ -290,23 +317,26 @@ def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
   if x.shape[1] > x.shape[2]:  # products need no transposed copy
     return _orthonormal(x.mT, size).mT
   one = jnp.eye(x.shape[1], dtype=x.dtype)[None]
+
+  def polynomial(
+    gram: jax.Array,
+    coefficients: tuple[float, float, float],
+  ) -> jax.Array:
+    a, b, c = coefficients
+    return a * one + b * gram + c * gram @ gram
+
+  gram = x @ x.mT
+  sums = jnp.sum(jnp.abs(gram), axis=2, keepdims=True)
   limits = jnp.finfo(x.dtype)
-  for iteration, (a, b, c) in enumerate(NEWTON_SCHULZ):
-    gram = x @ x.mT
-    scale = jnp.ones_like(x, shape=())
-    if iteration == 0:
-      sums = jnp.sum(jnp.abs(gram), axis=2, keepdims=True)
-      # Smaller sums may lack terms that became zero.
-      least = limits.tiny / limits.eps
-      scale = jax.lax.rsqrt(jnp.maximum(sums, least))
-      gram = scale * gram * scale.mT
-      scale = size[:, None, None] * scale.mT
-    x = ((a * one + b * gram + c * gram @ gram) * scale) @ x
+  # Smaller sums may lack terms that became zero.
+  least = limits.tiny / limits.eps
+  scale = jax.lax.rsqrt(jnp.maximum(sums, least))  # [matrices, rows, 1]
+  first, *others = NEWTON_SCHULZ
+  factor = polynomial(scale * gram * scale.mT, first)
+  x = (factor * (size[:, None, None] * scale.mT)) @ x
+  for coefficients in others:
+    x = polynomial(x @ x.mT, coefficients) @ x
   return x
-
-
-def _size(x: jax.Array, axes: Iterable[int]) -> int:
-  return math.prod(x.shape[axis] for axis in axes)
 
 
 def chain(
@@ -341,23 +371,18 @@ def chain(
         updates = optax.tree.cast_like(updates, like)
       exchange = _exchange(after)
       leaves = exchange.layout.layout.leaves
-      frozen = {leaf.keys for leaf in leaves if leaf.is_frozen}
+      moved = {leaf.keys for leaf in leaves if not leaf.is_frozen}
       someone = exchange.metrics['num_excluded'] < workers.count
       after = _keep(state, after, someone)
-
-      def settle(
-        path: Path,
-        update: jax.Array,
-        x: jax.Array,
-      ) -> jax.Array:
-        if path_keys(path) in frozen or not _tree.is_exchanged(x):
-          return jnp.zeros_like(x)
-        # By where, not by a product: a decay that is not finite would stay.
-        return jnp.where(someone, update, 0)
-
-      updates = jax.tree_util.tree_map_with_path(settle, updates, like)
-      settled, treedef = jax.tree.flatten(updates)
-      updates = treedef.unflatten(plain.joined(settled))
+      in_order = []
+      for path, update, x in _tree.with_params(updates, like):
+        if path_keys(path) in moved:
+          # By where, not by a product: a decay that is not finite would stay.
+          in_order.append(jnp.where(someone, update, 0))
+        else:
+          in_order.append(jnp.zeros_like(x))
+      treedef = jax.tree.structure(updates)
+      updates = treedef.unflatten(plain.joined(in_order))
     return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
@@ -377,13 +402,12 @@ def _keep(
   """Returns a new state, with the old moments without workers."""
 
   # By a field: optax does not export the types of all.
-  def is_kept(x: object) -> bool:
+  def has_moments(x: object) -> bool:
     return hasattr(x, 'nu')
 
-  def keep(
-    old: chex.ArrayTree,
-    new: chex.ArrayTree,
-  ) -> chex.ArrayTree:
-    return optax.tree.where(someone, new, old) if is_kept(new) else new
+  def keep(old: chex.ArrayTree, new: chex.ArrayTree) -> chex.ArrayTree:
+    if has_moments(new):
+      return optax.tree.where(someone, new, old)
+    return new
 
-  return jax.tree.map(keep, state, after, is_leaf=is_kept)
+  return jax.tree.map(keep, state, after, is_leaf=has_moments)

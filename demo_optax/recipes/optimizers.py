@@ -9,7 +9,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys
@@ -230,14 +229,20 @@ def demo_muon(
   descent = _descent(learning_rate, weight_decay)
   other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
 
-  def chain_for(params: chex.ArrayTree) -> optax.GradientTransformation:
+  def chain_for(
+    params: chex.ArrayTree,
+  ) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
     axes, codes = _sorted(params, compressor, muon_weight_dimension_numbers)
-    labels = {path: _label(axes[path], codes[path]) for path in axes}
+    labels, is_moved = {}, {}
+    for path, code in codes.items():
+      labels[path] = 'matrix' if axes[path] else 'other'
+      if isinstance(code, Frozen):
+        labels[path] = 'frozen'
+      is_moved[path] = labels[path] != 'frozen'
+    sent = matrices.tree_of(codes)
+    orthonormalised = links.own_muon(beta, mu_dtype, axes, workers)
     # Frozen matrices need no momentum.
-    is_moved = {path: label != 'frozen' for path, label in labels.items()}
-    axes_tree, sent = matrices.tree_of(axes), matrices.tree_of(codes)
-    orthonormalised = links.own_muon(beta, mu_dtype, axes_tree, workers)
     orthonormalised = optax.masked(orthonormalised, matrices.tree_of(is_moved))
     # Sparse updates are shorter than what was orthonormalised.
     to_size = links.scale_to_muon(axes, codes, decay, consistent_rms)
@@ -300,18 +305,8 @@ def _sorted(
   return axes, dict(zip(axes, per_leaf(compressor, params)))
 
 
-def _label(
-  axes: MuonDimensionNumbers | None,
-  code: compressors.Compressor | Frozen | None,
-) -> str:
-  """Returns which links of `demo_muon` are for a leaf."""
-  if isinstance(code, Frozen):
-    return 'frozen'
-  return 'other' if axes is None else 'matrix'
-
-
 def _made_from_params(
-  make: Callable[[chex.ArrayTree], optax.GradientTransformation],
+  make: Callable[[chex.ArrayTree], optax.GradientTransformationExtraArgs],
   workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a transformation that is made again from the parameters."""
@@ -328,10 +323,9 @@ def _made_from_params(
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, optax.OptState]:
     _, like = checks.params_and_like(updates, params, workers)
-    made = optax.with_extra_args_support(make(like))
     # optax raises a float to an integer count.
     with jax.numpy_dtype_promotion('standard'):
-      return made.update(updates, state, params, **extra_args)
+      return make(like).update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(
     init_fn,
