@@ -81,9 +81,12 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    names = [path.name for path in self._folder.glob('*')]
-    # What Orbax has not renamed yet has another name.
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+    steps = []
+    for path in self._folder.glob('*'):
+      # What Orbax has not renamed yet has another name.
+      if path.name.isdecimal():
+        steps.append(int(path.name))
+    return tuple(sorted(steps))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree` in the background.
