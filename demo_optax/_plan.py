@@ -152,7 +152,7 @@ class Plan:
       line = name.ljust(widths[0])
       for cell, width in zip(cells, widths[1:]):
         line += '  ' + cell.rjust(width)
-      lines.append(line.rstrip())
+      lines.append(line)
     if not all(leaf.as_unsharded for leaf in self.leaves):
       lines.append(
         '* cut into other chunks than on one device: results depend on how it'

@@ -466,9 +466,7 @@ def _put_back(
   """
   layout, worker = state.layout.layout, state.worker_stacked
 
-  def add(
-    given: tuple[list[jax.Array], dict[str, jax.Array]],
-  ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+  def add(given: chex.ArrayTree) -> chex.ArrayTree:
     # As of several workers: [1, rows, n], or [1, devices, rows, n].
     leaves, buckets = jax.tree.map(lambda x: x[None], given)
     for number, bucket in enumerate(layout.buckets):

@@ -30,7 +30,7 @@ def describe(leaves: Mapping[str, Value]) -> Words:
     if name.endswith(RECORDS):
       records[name.removesuffix(RECORDS)] = read_records(array)
   words: dict[str, tuple[str, ...]] = {}
-  residuals: dict[str, list[str]] = {root: [] for root in records}
+  residuals = collections.defaultdict(list)  # of each exchange
   for name, array in leaves.items():
     root, stacked, path = name.partition(STACKED)
     field, _, leaf_name = path[1:].partition('.')
@@ -45,9 +45,9 @@ def describe(leaves: Mapping[str, Value]) -> Words:
       words[name] = *in_words(record), workers
     else:
       residuals[root].append(f'{leaf_name} {array.shape}')
-  for root, shapes in residuals.items():
+  for root in records:
     text = 'no residuals'
-    if shapes:
+    if shapes := residuals[root]:
       digest = np.asarray(leaves[root + DIGEST]).tobytes().hex()
       text = f'residuals {", ".join(shapes)} at {digest[:8]}'
     words[root + RECORDS] = 'an exchange', '', '', text
