@@ -5,17 +5,15 @@ from typing import Any
 
 import jax
 
-Path = tuple[Any, ...]
+# A leaf's path as it is written: names, keys of dictionaries, and indices.
 Keys = tuple[Any, ...]
 
 
-def path_keys(path: Path) -> Keys:
+def path_keys(path: tuple[Any, ...]) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
-  keys = tuple(map(_plain_key, path))
-  is_attribute = path and hasattr(path[-1], 'name')
-  if is_attribute and keys[-1] == 'value':
-    return keys[:-1]
-  return keys
+  if path[-1:] == (jax.tree_util.GetAttrKey('value'),):
+    path = path[:-1]
+  return tuple(map(_plain_key, path))
 
 
 def _plain_key(entry: object) -> Hashable:
@@ -35,14 +33,20 @@ def leaves_of(
   return [(path_keys(path), leaf) for path, leaf in flat]
 
 
+def map_by_path(
+  fun: Callable[[Keys, Any], object],
+  tree: object,
+) -> Any:
+  """Applies `fun(keys, leaf)` to a tree's leaves."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: fun(path_keys(path), leaf),
+    tree,
+  )
+
+
 def dotted(keys: Keys) -> str:
   """Returns a leaf's name in errors, tables and checkpoints."""
   return '.'.join(map(str, keys)) if keys else 'the only leaf'
-
-
-def leaf_name(path: Path) -> str:
-  """Returns a leaf's name by its path."""
-  return dotted(path_keys(path))
 
 
 STACKED = 'worker_stacked'
@@ -56,6 +60,4 @@ def is_stacked(keys: Keys) -> bool:
 def is_bucket(keys: Keys) -> bool:
   """Returns whether a leaf is a bucket of an exchange, by its path."""
   fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
-  if keys[-3:-1] not in fields:
-    return False
-  return str(keys[-1]).startswith('bucket_')
+  return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')

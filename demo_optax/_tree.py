@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax._paths import Path, dotted, leaf_name, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of, map_by_path
 
 Tree = TypeVar('Tree')
 
@@ -30,12 +30,12 @@ def is_function(x: object) -> bool:
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 
-def momentum_dtype(path: Path, x: Leaf) -> np.dtype:
+def momentum_dtype(keys: Keys, x: Leaf) -> np.dtype:
   """Returns float32, or float64 for float64; refuses complex leaves."""
   dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-      f'{leaf_name(path)} must be real, got a leaf that is {dtype}. Make two'
+      f'{dotted(keys)} must be real, got a leaf that is {dtype}. Make two'
       ' leaves of its real and imaginary parts, or wrap the optimizer (but not'
       ' local_updates) in optax.contrib.split_real_and_imaginary.'
     )
@@ -68,8 +68,8 @@ def map_wide(
   tree: chex.ArrayTree,
 ) -> Any:
   """Applies `fun(leaf, momentum's dtype)` to the leaves that are exchanged."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: fun(x, momentum_dtype(path, x)),
+  return map_by_path(
+    lambda keys, x: fun(x, momentum_dtype(keys, x)),
     mask_others(tree),
   )
 
@@ -108,12 +108,14 @@ def params_of(
 def with_params(
   gradients: chex.ArrayTree,
   params: chex.ArrayTree | None,
-) -> list[tuple[Path, Any, Any]]:
+) -> list[tuple[Keys, Any, Any]]:
   """Returns each gradient's path, itself and its parameter, or None."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(gradients)
+  flat = leaves_of(gradients)
   # Not by structure: annotations of variables may differ.
   in_order = jax.tree.leaves(params) or [None] * len(flat)
-  return [(*gradient, param) for gradient, param in zip(flat, in_order)]
+  return [
+    (*gradient, param) for gradient, param in zip(flat, in_order, strict=True)
+  ]
 
 
 def _wrappers() -> tuple[Any, Any]:
@@ -152,14 +154,11 @@ def update_without_variables(
   Boxes of parameters differ from those of stacked arrays, so trees would not
   match.
   """
-  # Values alone; results are wrapped as what was given.
   trees = map(without_variables, (updates, state, params))
   results = update(*trees, **extra_args)
-  wrapped = []
-  for given, result in zip((updates, state), results):
-    treedef = jax.tree.structure(given)
-    wrapped.append(treedef.unflatten(jax.tree.leaves(result)))
-  return wrapped[0], wrapped[1]
+  # Wrapped as what was given.
+  structure = jax.tree.structure((updates, state))
+  return structure.unflatten(jax.tree.leaves(results))
 
 
 # States -----------------------------------------------------------------------

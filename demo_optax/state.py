@@ -42,8 +42,8 @@ def state_specs(
   relay), others `P(...)`. Leaves of a parameter, inferred from their paths, are
   then sharded as it is, where their shapes allow.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: workers.spec(_paths.path_keys(path), x.shape),
+  return _paths.map_by_path(
+    lambda keys, x: workers.spec(keys, x.shape),
     jax.eval_shape(tx.init, params),
   )
 

@@ -17,11 +17,9 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import (
   STACKED,
   Keys,
-  Path,
   dotted,
-  leaf_name,
   leaves_of,
-  path_keys,
+  map_by_path,
 )
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
@@ -250,10 +248,10 @@ def scale_by_demo(
     leaves = config.layout.leaves
     exchanged = {leaf.keys for leaf in leaves if not leaf.is_frozen}
 
-    def mask(path: Path, x: Any) -> Any:
-      return x if path_keys(path) in exchanged else optax.MaskedNode()
+    def mask(keys: Keys, x: Any) -> Any:
+      return x if keys in exchanged else optax.MaskedNode()
 
-    exchanged_only = functools.partial(jax.tree_util.tree_map_with_path, mask)
+    exchanged_only = functools.partial(map_by_path, mask)
     given = exchanged_only(updates), state, params, hyper
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
@@ -269,8 +267,8 @@ def scale_by_demo(
     )
     next_update = iter(jax.tree.leaves(new_updates))
     in_order = []
-    for path, _, x in _tree.with_params(updates, like):
-      if path_keys(path) in exchanged:
+    for keys, _, x in _tree.with_params(updates, like):
+      if keys in exchanged:
         in_order.append(next(next_update))
       else:
         in_order.append(jnp.zeros_like(x))
@@ -289,10 +287,10 @@ def _update_all(
   workers: Workers,
 ) -> tuple[chex.ArrayTree, DeMoState]:
   """Exchanges gradients that are laid out as `workers` have them."""
-  for path, gradient, param in _tree.with_params(gradients, params):
+  for keys, gradient, param in _tree.with_params(gradients, params):
     if param is not None:
-      checks.check_sharding(path, param, workers)
-    checks.check_gradient(leaf_name(path), gradient, param, workers)
+      checks.check_sharding(keys, param, workers)
+    checks.check_gradient(dotted(keys), gradient, param, workers)
   _check_worker_state(state, config, workers)
   leaves, structure = jax.tree.flatten(gradients)
   updates: list[jax.Array] = []

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax import _checks, _paths, replicas
-from demo_optax._paths import STACKED, Keys, Path, dotted
+from demo_optax._paths import STACKED, Keys, dotted
 from demo_optax.checkpoint import placement
 from demo_optax.checkpoint.buckets import (
   Coding,
@@ -187,13 +187,12 @@ def from_leaves(
       keys = *momentum, bucket.name
       restored[keys] = fill_bucket(layout, number, coefficients, targets[keys])
 
-  def place(path: Path, target: Value) -> Value:
-    keys = _paths.path_keys(path)
+  def place(keys: Keys, target: Value) -> Value:
     if keys not in restored:
       restored[keys] = converted(keys)
     return placement.place(dotted(keys), restored[keys], target)
 
-  return jax.tree_util.tree_map_with_path(place, like)
+  return _paths.map_by_path(place, like)
 
 
 def _check_stacked(leaves: Mapping[Keys, Value]) -> None:

@@ -19,14 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 from chex import Numeric
 from jax import Array, lax
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, dotted, path_keys
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.codes import index_codes
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import chunking
@@ -358,7 +357,7 @@ def make_layout(
 ) -> Layout:
   """Maps parameters, or their shapes, to buckets, as far as exchanged."""
   params = _tree.mask_others(params)
-  flat = jax.tree.leaves_with_path(params)
+  flat = leaves_of(params)
   axis_sizes = param_specs.axis_sizes
   leaves: list[Leaf] = []
   # Of buckets, which have no name and no size yet.
@@ -369,7 +368,7 @@ def make_layout(
     shape = np.shape(param)
     dtype = _tree.momentum_dtype(path, param)
     sharding = param_specs.place(path, shape)
-    leaf = Leaf(path_keys(path), shape, str(dtype), sharding, chosen)
+    leaf = Leaf(path, shape, str(dtype), sharding, chosen)
     if isinstance(chosen, Compressor):
       shard = tuple(map(operator.floordiv, shape, sharding.blocks))
       chunks = chosen.chunks(shard, dtype)

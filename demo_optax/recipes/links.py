@@ -14,9 +14,9 @@ import optax
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, Path, leaves_of, path_keys
+from demo_optax._paths import Keys, leaves_of, map_by_path
 from demo_optax._per_worker import stays_finite
-from demo_optax.compressors.compressor import Compressor, CompressorTree
+from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
 from demo_optax.numerics import plain, platform
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
@@ -43,7 +43,7 @@ _STACK = 2**24
 
 def scale_to_muon(
   dimensions: Mapping[Keys, contrib.MuonDimensionNumbers],
-  compressors: Mapping[Keys, Compressor | None],
+  compressors: Mapping[Keys, Compressor | Frozen | None],
   decay: chex.Numeric,
   consistent_rms: chex.Numeric | None,
 ) -> optax.GradientTransformation:
@@ -71,12 +71,6 @@ def scale_to_muon(
   matrices, scaled one by one.
   """
 
-  def length_of(keys: Keys, leaf: jax.Array) -> chex.Numeric:
-    length = consistent_rms
-    if length is None:
-      length = _size(leaf, dimensions[keys].reduction_axis) ** -0.5
-    return length * _waits(compressors[keys], leaf.shape, decay) ** 0.5
-
   def update_fn(
     updates: chex.ArrayTree,
     params: chex.ArrayTree | None,
@@ -85,34 +79,38 @@ def scale_to_muon(
     leaves = dict(leaves_of(updates))
     alike = collections.defaultdict(list)
     for keys, leaf in leaves.items():
-      inputs, outputs = dimensions[keys]
-      alike[jax.typeof(leaf), inputs + outputs].append(keys)
-    for (_, axes), members in alike.items():
+      alike[jax.typeof(leaf), dimensions[keys]].append(keys)
+    for (leaf_type, (inputs, outputs)), members in alike.items():
+      length = consistent_rms
+      if length is None:
+        length = _size(leaf_type, inputs) ** -0.5
+      *other_axes, last_axis = inputs + outputs
       # Few kernels for all leaves of one type.
       joined = plain.joined([leaves[keys] for keys in members])
       rows = []
       for leaf in joined:
         # [..., 1, ...]
-        rows.append(jnp.mean(leaf * leaf, axes[-1:], keepdims=True))
+        rows.append(jnp.mean(leaf * leaf, last_axis, keepdims=True))
       # [leaves, ..., 1, 1, ...]
-      other_axes = tuple(axis + 1 for axis in axes[:-1])
-      squares = jnp.mean(jnp.stack(rows), other_axes, keepdims=True)
+      axes = tuple(axis + 1 for axis in other_axes)
+      squares = jnp.mean(jnp.stack(rows), axes, keepdims=True)
       found = jnp.maximum(jnp.sqrt(squares), _MIN_RMS)
       for keys, leaf, rms in zip(members, joined, found):
-        length = jnp.asarray(length_of(keys, leaf), leaf.dtype)
-        leaves[keys] = leaf * (length / rms)
+        waits = _waits(compressors[keys], leaf.shape, decay)
+        wanted = jnp.asarray(length * waits**0.5, leaf.dtype)
+        leaves[keys] = leaf * (wanted / rms)
     return jax.tree.structure(updates).unflatten(leaves.values())
 
   return optax.stateless(update_fn)
 
 
 def _waits(
-  compressor: Compressor | None,
+  compressor: Compressor | Frozen | None,
   shape: tuple[int, ...],
   decay: chex.Numeric,
 ) -> chex.Numeric:
   """Returns how many steps a coefficient waits until it is sent."""
-  if compressor is None:
+  if not isinstance(compressor, Compressor):
     return 1
   if not compressor.error_feedback:
     return compressor.period
@@ -157,23 +155,23 @@ def own_muon(
   matrices: it takes as many kernels for a stack as for a matrix. A matrix whose
   gradient is zero, or below some 1e-19, where squares vanish, gets a zero
   update: orthonormalisation would restore the length of a momentum without
-  gradients. If a gradient is not finite, or so
-  large that squares overflow, matrices become NaN and the state stays.
+  gradients. If a gradient is not finite, or so large that squares overflow,
+  matrices become NaN and the state stays.
   """
 
-  def zeros(path: Path, x: jax.Array) -> Any:
-    if dimensions[path_keys(path)] is None:  # no matrix
+  def zeros(keys: Keys, x: jax.Array) -> Any:
+    if dimensions[keys] is None:  # no matrix
       return optax.MaskedNode()
     return jnp.zeros_like(x, dtype=mu_dtype)
 
   def init_fn(params: chex.ArrayTree) -> OwnMuonState:
-    mu = jax.tree_util.tree_map_with_path(zeros, params)
+    mu = map_by_path(zeros, params)
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
     updates: chex.ArrayTree,
     state: OwnMuonState,
-    params: Any = None,
+    params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     leaves = dict(leaves_of(updates))
     sides, gradients, others = {}, [], []
@@ -217,18 +215,15 @@ def _update_matrices(
   Matrices of one shape form stacks. Devices of a worker take whole matrices of
   a stack (`lift.spread`): sharded ones would be gathered for every product.
   """
+  # Squares: they show whether this step is good, and which matrices have a
+  # gradient.
   good &= (beta >= 0) & (beta < 1)
-  count = optax.safe_increment(steps)
-  # Both corrected for a momentum that starts at zero.
-  momentum_weight = beta / (1 - beta ** (count + 1))
-  gradient_weight = weight / (1 - beta**count)
   gradients = plain.joined(gradients)
-  rows = []  # of each leaf, sums [matrices, inputs, 1]
+  rows = []  # of each leaf, [matrices, inputs, 1]
   for gradient, sides in zip(gradients, dimensions):
     squares = jnp.square(gradient)
     sums = jnp.sum(squares, sides.output_axis, keepdims=True)
     rows.append(_to_matrices(sums, sides))
-
   stacks = _stacks(gradients, dimensions, workers)
   energies = []  # of each stack, [matrices]
   for members in stacks:
@@ -236,9 +231,16 @@ def _update_matrices(
     energy = jnp.sum(of_rows, axis=(1, 2))
     energies.append(energy)
     # No sum in the Gramian of `ahead` is larger.
-    good &= jnp.isfinite(4 * of_rows.shape[1] * energy).all()
+    largest = 4 * of_rows.shape[1] * energy
+    good &= jnp.isfinite(largest).all()
 
-  new_momenta, ahead = [], []
+  # Momentum, and what Nesterov's step sees, both corrected for a momentum that
+  # starts at zero.
+  count = optax.safe_increment(steps)
+  momentum_weight = beta / (1 - beta ** (count + 1))
+  gradient_weight = weight / (1 - beta**count)
+  new_momenta = []
+  ahead = []  # of each leaf, [matrices, inputs, outputs]
   for gradient, momentum, sides in zip(gradients, momenta, dimensions):
     old = momentum.astype(gradient.dtype)
     # Not changed by a choice later: `ahead` would be made of both again.
@@ -247,6 +249,7 @@ def _update_matrices(
     nesterov = momentum_weight * new + gradient_weight * gradient
     ahead.append(_to_matrices(nesterov, sides))
 
+  # Newton-Schulz, a stack at a time.
   spread = functools.partial(lift.spread, workers)
   updates = list(gradients)
   for members, energy in zip(stacks, energies):
@@ -271,7 +274,8 @@ def _stacks(
   """Returns stacks of matrices with one shape, as numbers of their leaves."""
   stacks = collections.defaultdict(list)
   sizes: dict[Any, int] = collections.Counter()
-  for number, (leaf, (inputs, outputs)) in enumerate(zip(leaves, dimensions)):
+  for number, leaf in enumerate(leaves):
+    inputs, outputs = dimensions[number]
     shape = _size(leaf, inputs), _size(leaf, outputs)
     kind = shape, leaf.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(shape))
@@ -375,8 +379,8 @@ def chain(
       someone = exchange.metrics['num_excluded'] < workers.count
       after = _keep(state, after, someone)
       in_order = []
-      for path, update, x in _tree.with_params(updates, like):
-        if path_keys(path) in moved:
+      for keys, update, x in _tree.with_params(updates, like):
+        if keys in moved:
           # By where, not by a product: a decay that is not finite would stay.
           in_order.append(jnp.where(someone, update, 0))
         else:

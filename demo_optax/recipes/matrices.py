@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, Path, dotted, leaves_of, path_keys
+from demo_optax._paths import Keys, dotted, leaves_of, map_by_path
 from demo_optax.compressors.compressor import broadcast
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
@@ -86,8 +86,7 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     )
   leaves = []
   for axes in _inferred(params).values():
-    is_matrix = isinstance(axes, MuonDimensionNumbers)
-    leaves.append(axes if is_matrix else None)
+    leaves.append(None if isinstance(axes, str) else axes)
   return jax.tree.structure(params).unflatten(leaves)
 
 
@@ -250,12 +249,7 @@ def _warn_of_unnamed(params: chex.ArrayTree) -> None:
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
   """Returns a function that makes a tree by path, for some leaves."""
-
-  def value_of(path: Path, leaf: chex.Numeric) -> Any:
-    del leaf
-    return values[path_keys(path)]
-
-  return functools.partial(jax.tree_util.tree_map_with_path, value_of)
+  return functools.partial(map_by_path, lambda keys, _: values[keys])
 
 
 def _checked(
@@ -272,14 +266,16 @@ def _checked(
       f' {given!r} for {name}. Give None for what is not a matrix.'
     )
   ndim = len(shape)
-  sides, distinct = [], set()
+  sides = []
   for side in given:
     axes = (side,) if isinstance(side, int) else side
-    sides.append(tuple(axis % ndim for axis in axes))
-    distinct |= {axis % ndim for axis in axes if -ndim <= axis < ndim}
-  if () in sides or len(distinct) < sum(map(len, sides)):
+    # Negative ones count from the end.
+    sides.append(tuple(axis + ndim * (axis < 0) for axis in axes))
+  inputs, outputs = sides
+  distinct = {*inputs, *outputs} & {*range(ndim)}
+  if () in sides or len(distinct) < len(inputs + outputs):
     raise ValueError(
       f'{_ARGUMENT} must name axes of {name}, each once, got {given} for'
       f' shape {shape}. Use None if it is not a matrix.'
     )
-  return MuonDimensionNumbers(*sides)
+  return MuonDimensionNumbers(inputs, outputs)

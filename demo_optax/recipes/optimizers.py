@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys
 from demo_optax._per_worker import of_each
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -124,19 +123,18 @@ def muon_compressors(
     other: for other leaves.
     muon_weight_dimension_numbers: as in `demo_muon`.
   """
-
-  def compressor_of(
-    dimensions: Any,
-  ) -> compressors.Compressor | Frozen | None:
-    if dimensions is None:
-      return other
-    if not isinstance(matrix, compressors.Compressor):  # None, or FROZEN
-      return matrix
-    # A matrix without gradients would move with others in its chunk.
-    return dataclasses.replace(matrix, batch_dims=min(map(min, dimensions)))
-
   axes = matrices.matrices(params, muon_weight_dimension_numbers)
-  return jax.tree.structure(params).unflatten(map(compressor_of, axes.values()))
+  chosen = []
+  for sides in axes.values():
+    if sides is None:
+      chosen.append(other)
+    elif isinstance(matrix, compressors.Compressor):
+      # A matrix without gradients would move with others in its chunk.
+      batch_dims = min(map(min, sides))
+      chosen.append(dataclasses.replace(matrix, batch_dims=batch_dims))
+    else:  # None, or FROZEN
+      chosen.append(matrix)
+  return jax.tree.structure(params).unflatten(chosen)
 
 
 def demo_muon(
@@ -205,7 +203,15 @@ def demo_muon(
   References:
     Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  _check_muon(decay, beta, mu_dtype, consistent_rms)
+  _checks.check_range('decay', decay, '[0, 1)')
+  _checks.check_range('beta', beta, '[0, 1)')
+  if consistent_rms is not None:
+    _checks.check_range('consistent_rms', consistent_rms, '[0, inf)')
+  if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
+    raise TypeError(
+      f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
+      ' jnp.bfloat16.'
+    )
   if other_learning_rate is None:
     other_learning_rate = learning_rate
   gradient_weight = links.lost_unless_finite(
@@ -233,7 +239,13 @@ def demo_muon(
     params: chex.ArrayTree,
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    axes, codes = _sorted(params, compressor, muon_weight_dimension_numbers)
+    # By path: links may see a part of the leaves.
+    axes = matrices.matrices(params, muon_weight_dimension_numbers)
+    axes_tree = matrices.tree_of(axes)
+    given = compressor
+    if given is None:
+      given = muon_compressors(params, muon_weight_dimension_numbers=axes_tree)
+    codes = dict(zip(axes, per_leaf(given, params)))
     labels, is_moved = {}, {}
     for path, code in codes.items():
       labels[path] = 'matrix' if axes[path] else 'other'
@@ -272,37 +284,6 @@ _SECOND_MOMENT = optax.scale_by_rms(
   eps_in_sqrt=False,
   bias_correction=True,
 )
-
-
-def _check_muon(
-  decay: chex.Numeric,
-  beta: chex.Numeric,
-  mu_dtype: chex.ArrayDType | None,
-  consistent_rms: chex.Numeric | None,
-) -> None:
-  _checks.check_range('decay', decay, '[0, 1)')
-  _checks.check_range('beta', beta, '[0, 1)')
-  if consistent_rms is not None:
-    _checks.check_range('consistent_rms', consistent_rms, '[0, inf)')
-  if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
-    raise TypeError(
-      f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
-      ' jnp.bfloat16.'
-    )
-
-
-def _sorted(
-  params: chex.ArrayTree,
-  compressor: CompressorTree,
-  dimension_numbers: DimensionNumbersTree,
-) -> tuple[dict[Keys, Any], dict[Keys, Any]]:
-  """Returns axes and compressors by path: links may see a part of them."""
-  axes = matrices.matrices(params, dimension_numbers)
-  if compressor is None:
-    compressor = muon_compressors(
-      params, muon_weight_dimension_numbers=matrices.tree_of(axes)
-    )
-  return axes, dict(zip(axes, per_leaf(compressor, params)))
 
 
 def _made_from_params(

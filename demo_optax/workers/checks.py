@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Path, leaf_name
+from demo_optax._paths import Keys, dotted
 from demo_optax._tree import Tree, is_exchanged, params_of, with_params
 from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
@@ -44,8 +44,8 @@ def check_gradients(
 ) -> Tree:
   """Returns gradients; raises unless they are laid out for the workers."""
   seen = traced_step.get() or workers
-  for path, gradient, param in with_params(updates, params):
-    check_gradient(leaf_name(path), gradient, param, seen)
+  for keys, gradient, param in with_params(updates, params):
+    check_gradient(dotted(keys), gradient, param, seen)
   if inside.is_in_step():
     return inside.check_own_gradients(updates)
   return updates
@@ -114,7 +114,7 @@ def checked_weight(
 
 
 def check_sharding(
-  path: Path,
+  keys: Keys,
   param: jax.Array,
   workers: Workers,
 ) -> None:
@@ -126,13 +126,13 @@ def check_sharding(
   shape, sharding = np.shape(param), jax.typeof(param).sharding
   if not names_of(sharding.spec) or not workers.stacked_gradients:
     return
-  expected = workers.param_specs.place(path, shape).spec
+  expected = workers.param_specs.place(keys, shape).spec
   # Axes with one device cut nothing.
   axes = [axis for axis, size in sharding.mesh.shape.items() if size > 1]
   given = keep(sharding.spec, axes)
   if given not in (P(), expected):
     raise ValueError(
-      f'The parameter {leaf_name(path)} must be sharded by {expected} for'
+      f'The parameter {dotted(keys)} must be sharded by {expected} for'
       f' {workers}, got {sharding.spec}. Say how parameters are sharded:'
       ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), with a tree'
       ' of PartitionSpecs; or put them elsewhere, with workers.device_put.'

@@ -20,11 +20,10 @@ from jax.extend import core
 from demo_optax import _tree
 from demo_optax._paths import (
   Keys,
-  Path,
   dotted,
   is_stacked,
-  leaf_name,
   leaves_of,
+  map_by_path,
 )
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
@@ -342,7 +341,7 @@ def over_workers(
   axis = check_in_step('over_workers').axis
 
   def over(
-    path: Path,
+    keys: Keys,
     value: chex.Numeric,
   ) -> jax.Array:
     value = _undifferentiated(jnp.asarray(value))
@@ -355,7 +354,7 @@ def over_workers(
       return equal(
         value,
         'over_workers must be given real numbers for their mean, got'
-        f' {leaf_name(path)}, {value.dtype}{list(value.shape)}, which differs'
+        f' {dotted(keys)}, {value.dtype}{list(value.shape)}, which differs'
         ' between workers. Give another reduction, such as jnp.sum or jnp.max.',
       )
     if reduce is jnp.sum and jax.eval_shape(reduce, value).dtype == value.dtype:
@@ -363,7 +362,7 @@ def over_workers(
     everyones = collectives.everyones(value, axis)  # [workers, *x.shape]
     return reduce(everyones, axis=0)
 
-  return jax.tree_util.tree_map_with_path(over, tree)
+  return map_by_path(over, tree)
 
 
 @jax.custom_jvp

@@ -19,11 +19,9 @@ from jax.sharding import PartitionSpec as P
 from demo_optax._checks import short
 from demo_optax._paths import (
   Keys,
-  Path,
   dotted,
   is_bucket,
   leaves_of,
-  path_keys,
 )
 
 
@@ -103,11 +101,10 @@ class ParamSpecs:
 
   def place(
     self,
-    path: Path,
+    keys: Keys,
     shape: tuple[int, ...],
   ) -> ParamSharding:
-    """Returns how the parameter at `path` is sharded; raises if it cannot."""
-    keys = path_keys(path)
+    """Returns how the parameter at a path is sharded; raises if it cannot."""
     spec = self._spec_above(keys)
     if spec is None:
       known = ', '.join(map(dotted, dict(self.specs))) or 'none'

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks
-from demo_optax._paths import Keys, Path, is_stacked, path_keys
+from demo_optax._paths import Keys, is_stacked, map_by_path
 from demo_optax.numerics import prng
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
@@ -314,16 +314,16 @@ class Workers:
       return tree
 
     def move(
-      path: Path,
+      keys: Keys,
       x: jax.Array,
     ) -> jax.Array:
-      spec = self.spec(path_keys(path), np.shape(x))
+      spec = self.spec(keys, np.shape(x))
       # Momentum is spread, and parameters may be as the user likes.
       if is_on(self.mesh, x) and (spec == P() or not x.is_fully_replicated):
         return x
       return put(x, self.sharding(spec))
 
-    return jax.tree_util.tree_map_with_path(move, tree)
+    return map_by_path(move, tree)
 
   def sharding(self, spec: P) -> NamedSharding:
     """Returns where an array with this spec is on the mesh."""

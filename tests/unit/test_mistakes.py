@@ -129,6 +129,13 @@ def init_muon(rule):
       ValueError,
       'each once',
     ),
+    (
+      lambda: demo_optax.recipes.muon_compressors(
+        {'scale': jnp.ones(())}, muon_weight_dimension_numbers=NUMBERS()
+      ),
+      ValueError,
+      r'axes of scale, .* shape \(\)',
+    ),
     (lambda: init_muon({'w': 'muon', 'b': None}), TypeError, "got 'muon' for"),
     (
       lambda: init_muon({'w': None}),
