@@ -246,8 +246,7 @@ def from_chunks(
   padded = [size + end for size, end in zip(grid.taken, grid.ends)]
   array = blocks.reshape(padded)
   if any(grid.ends):
-    kept = map(slice, grid.taken)
-    array = array[tuple(kept)]
+    array = array[tuple(map(slice, grid.taken))]
   if grid.period > 1:
     array = _put_turns(array, grid, step)
   return array.reshape(grid.shape)
@@ -296,8 +295,7 @@ def _turns(
   """Returns whose turn it is, bool `[1, 1, period, cols]`: diagonals."""
   row = np.arange(period, dtype=np.int32)[:, None]
   col = np.arange(cols, dtype=np.int32)[None]
-  turn = (row + step) % period
-  turns = jnp.asarray(turn == col % period)
+  turns = jnp.asarray((row + step) % period == col % period)
   return turns[None, None]
 
 

@@ -55,8 +55,7 @@ def add_up(
   each is, as floats.
   """
   k = values.shape[2]
-  is_present = present[:, None, None]
-  values = jnp.where(is_present, values, 0)
+  values = jnp.where(present[:, None, None], values, 0)
   # [chunks, workers * k]
   values = _side_by_side(values)
   indices = _side_by_side(indices)

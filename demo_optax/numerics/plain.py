@@ -85,6 +85,5 @@ def joined(arrays: Sequence[Array]) -> Sequence[Array]:
   if not platform.joins_kernels():
     return arrays
   # Not one element: XLA looks for a common operand that is no scalar.
-  ones = lax.optimization_barrier(jnp.ones(2, bool))
-  yes = ones[0]
+  yes, _ = lax.optimization_barrier(jnp.ones(2, bool))
   return [jnp.where(yes, x, jnp.zeros_like(x)) for x in arrays]

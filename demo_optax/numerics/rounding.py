@@ -19,8 +19,7 @@ def mul_no_fma(
   Selects do not prevent this, and optimization barriers are removed too early.
   An XOR with bits that the compiler cannot know to be zero does.
   """
-  product = jnp.asarray(weight, x.dtype) * x
-  return hidden(product, x)
+  return hidden(jnp.asarray(weight, x.dtype) * x, x)
 
 
 def hidden(x: Array, like: Array) -> Array:
@@ -59,8 +58,7 @@ def share(
   """
   total = jnp.where(total > 0, total, jnp.ones_like(total))
   total = total.astype(dtype)
-  quotient = jnp.asarray(part, dtype) / total
-  return hidden(quotient, total)
+  return hidden(jnp.asarray(part, dtype) / total, total)
 
 
 def exact_reciprocal(

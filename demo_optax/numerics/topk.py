@@ -33,10 +33,8 @@ def top_k(coefficients: Array, k: int) -> Array:
   size = platform.top_k_tile(coefficients.size, n, k)
   if size > 1:
     return top_k_of_tiles(coefficients, k, size)
-  magnitudes = jnp.abs(coefficients)
-  _, places = lax.top_k(magnitudes, k)
-  places = places.astype(jnp.int32)
-  return jnp.sort(places)
+  _, places = lax.top_k(jnp.abs(coefficients), k)
+  return jnp.sort(places.astype(jnp.int32))
 
 
 def top_k_of_tiles(

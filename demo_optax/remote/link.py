@@ -65,6 +65,11 @@ class Link:
     self._name = frames.name_of(self.rank)
     self._address = address
     self._keys = frames.keys_for(address, keys)
+    if self._keys is not None and len(self._keys.others) > 1:
+      raise ValueError(
+        f'keys must be the file of a worker, got that of the relay, {keys}.'
+        ' Give worker-N.key to worker N.'
+      )
     self._program = os.urandom(8)
     self._text = b''  # of the last hello
     self._slices_left = math.inf  # in which one still waits after a signal

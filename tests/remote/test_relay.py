@@ -304,6 +304,8 @@ def test_keys(tmp_path):
   with pytest.raises(ValueError, match='must be a file of keys'):
     frames.keys_for('', __file__)
   first, *own, _ = map(str, files)  # the last one is of followers
+  with pytest.raises(ValueError, match='keys must be the file of a worker'):
+    Link('tcp://127.0.0.1:7077', 0, first)
   with Joined(2, keys=first) as joined:
     links = [Link(joined.address, r, key) for r, key in enumerate(own)]
     intruders = [
