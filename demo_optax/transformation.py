@@ -245,8 +245,7 @@ def scale_by_demo(
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
     config = config_of(state.layout.layout, weight is not None)
-    leaves = config.layout.leaves
-    exchanged = {leaf.keys for leaf in leaves if not leaf.is_frozen}
+    exchanged = config.layout.exchanged_keys
 
     def mask(keys: Keys, x: Any) -> Any:
       return x if keys in exchanged else optax.MaskedNode()

@@ -154,7 +154,7 @@ def folds(
   """Returns all folds, and None, which leaves an array as it is."""
   dims = range(batch_dims, ndim)
   pairs = [*itertools.combinations(dims, 2)]
-  return [None, *pairs[:-1]]  # the last pair folds nothing
+  return [None, *pairs[:-1]]  # the last pair would leave it, too
 
 
 def chunk_length(
@@ -198,8 +198,7 @@ def chunk_grid(
   uncut = ChunkGrid(shape, (), fold=fold, period=period)
   sizes = uncut.taken
   lengths = [1] * len(sizes)
-  num_cut = min(2, len(sizes))
-  for dim in range(-num_cut, 0):
+  for dim in range(-min(2, len(sizes)), 0):
     lengths[dim] = chunk_length(sizes[dim], sides[dim], padding=padding)
   return dataclasses.replace(uncut, lengths=tuple(lengths))
 
@@ -398,7 +397,5 @@ def _apply(x: Array, matrix: np.ndarray) -> Array:
   if platform.chunks_in_lanes(len(x)):
     flat = x
   # The default is bfloat16 on TPUs and TF32 on GPUs.
-  highest = jax.lax.Precision.HIGHEST
-  product = jnp.dot(flat, factor, precision=highest)
-  product = product.reshape(x.shape)
-  return product[:chunks]
+  product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
+  return product.reshape(x.shape)[:chunks]

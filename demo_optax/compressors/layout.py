@@ -218,6 +218,11 @@ class Layout:
     return tuple(member for member, leaf in leaves if not leaf.is_frozen)
 
   @functools.cached_property
+  def exchanged_keys(self) -> frozenset[Keys]:
+    """Paths of the leaves in `exchanged`."""
+    return frozenset(self.leaves[member].keys for member in self.exchanged)
+
+  @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
     """Leaves that are averaged uncompressed, by number."""
     leaves = enumerate(self.leaves)

@@ -75,8 +75,7 @@ class TopK:
     step: Array,
   ) -> Array:
     del step
-    k = self.count(coefficients.shape[1])
-    return topk.top_k(coefficients, k)
+    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +115,7 @@ class RandomSubset(_Share):
     step: Array,
   ) -> Array:
     n = coefficients.shape[1]
-    key = jax.random.key(self.seed)
-    key = jax.random.fold_in(key, step)
+    key = jax.random.fold_in(jax.random.key(self.seed), step)
     places = jax.random.permutation(key, n)
     return places[None, : self.count(n)]
 
@@ -134,8 +132,7 @@ class Striding(_Share):
     n = coefficients.shape[1]
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
-    places = (step % n + spread) % n
-    return places[None]
+    return ((step % n + spread) % n)[None]
 
 
 @dataclasses.dataclass(frozen=True)

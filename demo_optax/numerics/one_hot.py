@@ -63,12 +63,10 @@ def add_up(
   columns = _in_columns(indices)
   # The rows of sums, then those of counts, in one product.
   num_rows = _num_rows(n)
-  row = jnp.arange(2 * num_rows, dtype=jnp.int32)
-  row = row[None, :, None]
+  row = jnp.arange(2 * num_rows, dtype=jnp.int32)[None, :, None]
   of_sum = row < num_rows
   row = jnp.where(of_sum, row, row - num_rows)
-  own_row = indices // _COLUMNS
-  hits = own_row[:, None] == row
+  hits = (indices // _COLUMNS)[:, None] == row
   both = jnp.where(of_sum, values[:, None], ones[None, None])
   in_rows = jnp.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
   sums = _product(in_rows, columns.astype(values.dtype))

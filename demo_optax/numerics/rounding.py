@@ -42,7 +42,7 @@ def after(x: Array, never: Array) -> Array:
 
 def bits_of(x: Array) -> Array:
   """Returns the bits of float32 or float64, as integers."""
-  integers = f'int{8 * x.dtype.itemsize}'
+  integers = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
   return lax.bitcast_convert_type(x, integers)
 
 

@@ -85,8 +85,7 @@ def _largest(
   order = n - places[None]  # [1, n]
   order = jnp.where(keys == threshold, order, 0)
   order = jnp.where(keys > threshold, n + 1, order)
-  order_bits = (n + 1).bit_length()
-  last = _kth_largest(order, k, order_bits)
+  last = _kth_largest(order, k, (n + 1).bit_length())
   return packing.places_of_ones(order >= last, k)
 
 
@@ -221,8 +220,7 @@ def _add_in_turn(
   indices of a worker are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, k = values.shape
-  places = jnp.arange(n, dtype=jnp.int32)
-  places = places[None]  # [1, n]
+  places = jnp.arange(n, dtype=jnp.int32)[None]
 
   def add_worker(worker: Array, total: Array) -> Array:
     added = values[worker]  # [chunks, k]

@@ -374,8 +374,7 @@ def chain(
       if params is None:
         updates = optax.tree.cast_like(updates, like)
       exchange = _exchange(after)
-      leaves = exchange.layout.layout.leaves
-      moved = {leaf.keys for leaf in leaves if not leaf.is_frozen}
+      moved = exchange.layout.layout.exchanged_keys
       someone = exchange.metrics['num_excluded'] < workers.count
       after = _keep(state, after, someone)
       in_order = []

@@ -270,7 +270,7 @@ def _checked(
   for side in given:
     axes = (side,) if isinstance(side, int) else side
     # Negative ones count from the end.
-    sides.append(tuple(axis + ndim * (axis < 0) for axis in axes))
+    sides.append(tuple(axis if axis >= 0 else axis + ndim for axis in axes))
   inputs, outputs = sides
   distinct = {*inputs, *outputs} & {*range(ndim)}
   if () in sides or len(distinct) < len(inputs + outputs):

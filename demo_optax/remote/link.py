@@ -298,8 +298,11 @@ class Link:
       elif now - heard > _WARN:
         heard = now
         _LOG.warning(
-          f'no answer from the relay at {self._address} for {_WARN} s. Is it'
-          f' running, and is this the key of {self._name}?',
+          'no answer from the relay at %s for %d s. Is it running, and is this'
+          ' the key of %s?',
+          self._address,
+          _WARN,
+          self._name,
         )
 
   def _reason(self, reason: bytes, run: bytes = b'') -> str:
