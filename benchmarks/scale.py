@@ -56,7 +56,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
     OURS,
     ALL,
     TOPK,
-    {**OURS, 'cyclic': 4},
+    {**OURS, 'cyclic': 8},
     {**OURS, 'lr': 1e-2},
     {**ALL, 'lr': 1e-2},
     {**MERGED, 'lr': 2e-3},
@@ -65,7 +65,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
     {**MUON, 'lr': 1e-2},
     {'method': 'adamw', 'lr': 1e-3},
   ],
-  'b': [{**x, 'workers': 16} for x in (OURS, {**OURS, 'cyclic': 4})],
+  'b': [{**x, 'workers': 16} for x in (OURS, {**OURS, 'cyclic': 8})],
   'c': [{**LARGER, **x} for x in (MUON, OURS, ALL)],
   'd': [{**x, 'seed': seed} for seed in (1, 2) for x in (MUON, OURS)],
 }

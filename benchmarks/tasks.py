@@ -8,7 +8,7 @@
 is a stock Flax transformer on the bytes of Python's help; `lora` fits that
 transformer, trained on the help, to Python sources by LoRA. Four workers, 300
 steps. Rates are tried with seed 0; the best one has three seeds, and with
-`demo_muon` the one that docs/what_to_expect.md says to try first.
+`demo_muon` the one that docs/choosing.md says to try first.
 """
 
 import argparse

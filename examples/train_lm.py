@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on text; a worker sends 0.6 % of its gradient.
+"""Trains a byte-level GPT on text; a worker sends 0.9 % of its gradient.
 
     python examples/train_lm.py                    # demo_muon, 4 workers
     python examples/train_lm.py --compare          # and AdamW, and Muon

@@ -106,7 +106,7 @@ def muon_compressors(
 ) -> chex.ArrayTree:
   """Returns `demo_muon`'s default compressors, a tree like `params`.
 
-  Matrices send signs of an eighth of their elements, by turns. Other leaves
+  Matrices send signs of a quarter of their elements, by turns. Other leaves
   send the 8 largest coefficients in every row of up to 192, as signs with a
   scale.
 
@@ -115,7 +115,7 @@ def muon_compressors(
     >>> params = {'up': jnp.zeros((64, 64)), 'norm': jnp.zeros(64)}
     >>> found = demo_optax.recipes.muon_compressors(params)
     >>> found['up'].period, found['norm'].select.k
-    (8, 8)
+    (4, 8)
 
   Args:
     params: parameters, or their shapes.

@@ -152,8 +152,8 @@ def rms(x):
 
 
 def default_rms(fan_in):
-  """The length of an update at a rate of one; an eighth is sent."""
-  return (fan_in / 8) ** -0.5
+  """The length of an update at a rate of one; a quarter is sent."""
+  return (fan_in / 4) ** -0.5
 
 
 @jax.numpy_dtype_promotion('standard')  # optax' Muon

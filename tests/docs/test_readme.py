@@ -121,7 +121,7 @@ def test_what_1024_workers_receive():
 def test_the_command_that_counts_bytes(capsys):
   words = re.search(r'`python -m demo_optax ([^`]+)`', README)
   command.main(words.group(1).split())
-  assert '7.12 MB, receives   49.82 MB' in capsys.readouterr().out
+  assert '11.31 MB, receives   79.18 MB' in capsys.readouterr().out
 
 
 def test_one_version_everywhere():

@@ -148,7 +148,7 @@ def test_command_takes_chunks_and_optimizers(capsys):
   text = capsys.readouterr().out
   assert '50304x1024' in text and '32x32' in text
   command.main(['300M', '--optimizer', 'demo_muon'])
-  assert '8x64   1/8      shared' in capsys.readouterr().out
+  assert '16x64   1/4      shared' in capsys.readouterr().out
 
 
 MODULE = """
