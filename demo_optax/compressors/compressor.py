@@ -274,8 +274,8 @@ def cyclic_signs(period: int = 4) -> Compressor:
     133120
 
   Args:
-    period: steps until all of a chunk has been sent, at least 2. At 8 messages
-      are half as long, and `demo_muon` ends higher.
+    period: steps until all of a chunk has been sent, at least 2. With 8,
+      messages are half as long, and the loss of `demo_muon` is higher.
   """
   _checks.check_positive('period', period, 2)
   rows = -(-64 // period)  # of 64 that are taken in a step

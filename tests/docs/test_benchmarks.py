@@ -80,6 +80,7 @@ def test_losses_of_methods_are_as_recorded():
   seconds = {
     r['method']: r['cpu_seconds'] for r in results('muon_seconds.json')
   }
+  assert muon.ROWS.keys() - seconds.keys() == {'demo_muon, period 8'}
   for cells, (name, settings) in zip(table, muon.ROWS.items(), strict=True):
     found = muon.runs_of(settings, records)
     losses = [r['loss'] for r in found]
